@@ -1,0 +1,1 @@
+"""The Megatron-core GPT whose heads each read their own window."""

@@ -1,0 +1,87 @@
+"""DeepSpeed's shared-memory communication op for CPU ranks: built once, by one process, in the project's own cache.
+
+DeepSpeed compiles it at first use (one to two minutes).  Its lock is a plain file: a build killed half-way leaves it
+behind and every later run waits for it in silence.  Here a kernel lock (flock), which dies with its holder, is taken
+around every load: whoever holds it knows that a lock file still lying there is stale.
+
+`python -m aah_dist.parallel.comm_op` builds it ahead of time.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from aah_dist.config.schema import ConfigError
+
+_NAME = "deepspeed_shm_comm"
+
+
+def extensions_dir() -> Path:
+    """TORCH_EXTENSIONS_DIR if set, else a folder in the checkout's (or the user's) cache; exported for torch."""
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        checkout = Path(__file__).resolve().parents[2]
+        base = checkout / ".cache" if (checkout / "setup.cfg").exists() and os.access(checkout, os.W_OK) \
+            else Path.home() / ".cache" / "aah_dist"
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(base / "torch_extensions")
+    return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+
+
+def load(log: TextIO | None = sys.stderr) -> None:
+    """Build the op if it is not there yet and load it into this process; says what it waits for on `log`.
+
+    Raises: ConfigError if there is no compiler.
+    """
+    folder = extensions_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    # ninja comes with the environment of this Python, which is not on PATH when the environment is not activated.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    with open(folder / f"{_NAME}.flock", "w") as mutex:
+        _lock(mutex, log)
+        build = folder / _NAME
+        if (build / "lock").exists():
+            (build / "lock").unlink()
+            _say(log, "cleared the lock of a build that was interrupted")
+        if not (build / f"{_NAME}.so").exists():
+            if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++")):
+                raise ConfigError("DeepSpeed's CPU communication needs a C++ compiler and none was found; install g++.")
+            _say(log, "building DeepSpeed's CPU communication op, once (one to two minutes) ...")
+        began = time.monotonic()
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+        if time.monotonic() - began > 20:
+            _say(log, f"built in {time.monotonic() - began:.0f} s")
+
+
+def _lock(mutex: TextIO, log: TextIO | None) -> None:
+    try:
+        fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waited_since = time.monotonic()
+        announced = False
+        while True:
+            try:
+                fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not announced and time.monotonic() - waited_since > 5:
+                    _say(log, "waiting for another process that builds DeepSpeed's CPU communication op ...")
+                    announced = True
+                time.sleep(0.2)
+
+
+def _say(log: TextIO | None, text: str) -> None:
+    if log is not None:
+        print(text, file=log, flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        load()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,68 @@
+"""The plan of a run in words: what `--dry_run` prints and what every run prints first."""
+
+from pathlib import Path
+
+from aah_dist.config.deepspeed import offloads_optimizer, precision, zero_stage
+from aah_dist.config.schema import ConfigError, RunConfig
+from aah_dist.config.size import count_parameters, memory_per_rank
+from aah_dist.config.validate import Layout, notes
+from aah_dist.config.windows import policy_from_config
+from aah_dist.training.checkpoint import find
+from aah_dist.training.start import open_data
+
+
+def plan(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int | None) -> list[str]:
+    """Lines on model, policy, layout, batch and precision; vocab_size None where only the data would tell."""
+    model, train = config.model, config.train
+    stage, kind = zero_stage(ds_config), precision(ds_config)
+    size = f"{count_parameters(model, vocab_size):,} parameters, vocabulary {vocab_size:,}" if vocab_size else \
+        "parameters: known once the data is prepared (vocabulary)"
+    windows, counts = policy_from_config(config), {}
+    for window in windows.flat:
+        counts[int(window)] = counts.get(int(window), 0) + 1
+    used = ", ".join(f"{count} x {window}" for window, count in sorted(counts.items()))
+    lines = [
+        f"model     {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads"
+        f"{f' ({model.kv_heads} kv)' if model.kv_heads != model.num_heads else ''}, T {model.seq_length}; {size}",
+        f"windows   {config.aah.policy}: {used} (heads x keys, over all layers)",
+        f"layout    {layout.world_size} ranks = TP {layout.tp} x DP {layout.dp}, ZeRO {stage}, {kind}"
+        f"{', sequence parallel' if config.parallel.sequence_parallel and layout.tp > 1 else ''}"
+        f"{', optimizer on the CPU' if offloads_optimizer(ds_config) else ''}",
+        f"batch     {train.global_batch_size} samples = micro {train.micro_batch_size} x DP {layout.dp} x accumulation "
+        f"{layout.accumulation}; {train.global_batch_size * model.seq_length:,} tokens a step, {train.steps} steps",
+    ]
+    return lines + [f"note      {note}" for note in notes(config, layout)]
+
+
+def memory_lines(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int) -> list[str]:
+    parts = memory_per_rank(config, layout, zero_stage(ds_config), precision(ds_config), offloads_optimizer(ds_config),
+                            vocab_size)
+    return ["memory    a rank, estimated:"] + [f"  {name:<28}{size / 2**20:>12,.1f} MiB" for name, size in parts.items()]
+
+
+def dry_run(config: RunConfig, layout: Layout, ds_config: dict) -> int:
+    """Print the plan and the memory; returns the exit code.
+
+    Raises: ConfigError for data that cannot be used; data that the run would prepare itself may still be missing.
+    """
+    data, missing = None, None
+    try:
+        data = open_data(config)
+    except ConfigError as error:
+        missing = error
+    vocab_size = config.model.vocab_size or (data.vocab_size if data else None)
+    print("\n".join(plan(config, layout, ds_config, vocab_size)))
+    if vocab_size:
+        print("\n".join(memory_lines(config, layout, ds_config, vocab_size)))
+    if missing and (config.data.text is None or Path(config.data.path).exists()):
+        raise missing
+    print(f"data      {config.data.path}" + (", prepared when the run starts" if missing else ""))
+    print("dry run: everything checked, nothing trained")
+    return 0
+
+
+def what_next(folder: Path) -> list[str]:
+    return [f"run         {folder}",
+            f"metrics     {folder}/metrics.jsonl, windows in {folder}/policy.jsonl",
+            f"checkpoint  {find(folder).path}",
+            f"next        python aah_dist/evaluate.py --checkpoint {folder}"]

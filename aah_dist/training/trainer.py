@@ -1,0 +1,276 @@
+"""The training loop."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from aah_dist.attention.windows import acr, exact_pair_ratio
+from aah_dist.config.deepspeed import precision, zero_stage
+from aah_dist.config.load import config_hash
+from aah_dist.config.schema import RunConfig
+from aah_dist.config.validate import Layout
+from aah_dist.config.windows import policy_from_config
+from aah_dist.data.dataset import PreparedData
+from aah_dist.data.sampler import SampleOrder, micro_batch_ids
+from aah_dist.model.context import StepContext
+from aah_dist.model.gpt import build_gpt
+from aah_dist.parallel import device as devices
+from aah_dist.parallel.topology import DeepSpeedMPU
+from aah_dist.training import checkpoint as checkpoints
+from aah_dist.training import run_folder, signals
+from aah_dist.training.engine import build_engine, gradient_norm, set_learning_rate
+from aah_dist.training.evaluation import batch_tensors, validation_loss
+from aah_dist.training.flops import training_flops_per_token
+from aah_dist.training.metrics import Progress, Recorder, say
+from aah_dist.training.schedule import learning_rate
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was NaN or Inf; raised before the update, so parameters are those of the step before."""
+
+
+@dataclass
+class StepResult:
+    """What every rank knows after a step, in the same order everywhere."""
+
+    loss: float
+    grad_norm: float
+    stop_signal: int
+
+
+class Trainer:
+    """One run on this rank: model, engine, data, records.
+
+    folder: the run's folder.  resume_from: the checkpoint to start from, already checked, or None.
+    """
+
+    def __init__(self, config: RunConfig, layout: Layout, ds_config: dict, data: PreparedData, mpu: DeepSpeedMPU,
+                 device: torch.device, folder: Path, resume_from: checkpoints.Checkpoint | None) -> None:
+        self.config, self.layout, self.data, self.mpu, self.device = config, layout, data, mpu, device
+        self.folder = folder
+        self.rank = dist.get_rank()
+        self.tp_rank, self.dp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_rank()
+        self.vocab_size = config.model.vocab_size or data.vocab_size
+        self.facts = run_facts(ds_config, data, self.vocab_size)
+        self.start_step = resume_from.step if resume_from else 0
+
+        windows = resume_from.windows if resume_from else policy_from_config(config)
+        self.context = StepContext(seed=config.train.seed, windows=windows, backend=config.aah.backend)
+        dtype = torch.bfloat16 if precision(ds_config) == "bf16" else torch.float32
+        model = build_gpt(config.model, self.vocab_size, self.context, tp_rank=self.tp_rank, tp_size=layout.tp,
+                          sequence_parallel=config.parallel.sequence_parallel, recompute=config.train.recompute,
+                          dtype=dtype, seed=config.train.seed, device=device)
+        self.engine, self.watch = build_engine(model, ds_config, config.train, mpu, device)
+        if resume_from:
+            checkpoints.load(self.engine, resume_from)
+
+        self.train_rows = data.split("train", config.model.seq_length)
+        self.valid_rows = data.split("valid", config.model.seq_length)
+        self.order = SampleOrder(len(self.train_rows), config.train.seed)
+        self.flops_per_token = training_flops_per_token(config.model, self.vocab_size, windows)
+
+    def fit(self) -> int:
+        """Train to the last step or a signal; returns the process's exit code (training/signals.py)."""
+        config = self.config.train
+        recorder = Recorder(self.folder, self.config, self.start_step) if self.rank == 0 else None
+        progress = Progress(config.steps, self.start_step, self.config.log.progress_bar) if self.rank == 0 else None
+        if recorder and self.start_step == 0:
+            recorder.metrics(0, {"run/started": 1, "run/config_hash": config_hash(self.config),
+                                 "run/git_commit": run_folder.git_commit(), "run/seed": config.seed})
+        if recorder:
+            recorder.policy(self.start_step, self.context.windows)
+        last_eval: float | None = None
+        since_log = _Interval()
+        saved_at = self.start_step
+        stop = 0
+        with signals.StopRequest() as request:
+            for step in range(self.start_step, config.steps):
+                result = self.train_step(step, request)
+                done, stop = step + 1, result.stop_signal
+                since_log.count(config.global_batch_size * self.config.model.seq_length)
+                values: dict[str, object] = {}
+                if done % self.config.log.interval == 0 or done in (self.start_step + 1, config.steps) or stop:
+                    values |= self._step_values(step, result, since_log)
+                if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
+                    last_eval, eval_values = self._evaluate(since_log)
+                    values |= eval_values
+                if recorder and values:
+                    recorder.metrics(done, values)
+                if progress:
+                    progress.advance()
+                    if "train/loss" in values:
+                        progress.line(done, values)
+                    elif "val/loss" in values:
+                        say(f"step {done}: val loss {values['val/loss']:.4f} ppl {values['val/ppl']:.1f}")
+                if stop or done == config.steps or self._save_due(done):
+                    self._save(done, since_log)
+                    saved_at = done
+                if stop:
+                    break
+        if recorder:
+            progress.close()
+            recorder.close()
+        if stop and saved_at < config.steps:
+            if self.rank == 0:
+                say(f"stopped by {signals.name(stop)} after step {saved_at}; a checkpoint is saved, the same command "
+                    "continues the run")
+            return signals.EXIT_SAVED_AND_STOPPED
+        if self.rank == 0:
+            self._finish(last_eval)
+        dist.barrier()
+        return signals.EXIT_OK
+
+    def train_step(self, step: int, request: signals.StopRequest | None = None) -> StepResult:
+        """One optimizer step.
+
+        Raises: NonFiniteError, on every rank, before the update.
+        """
+        config = self.config.train
+        self.context.step = step
+        set_learning_rate(self.engine, learning_rate(step, config, config.decay_steps or config.steps))
+        ids = [micro_batch_ids(step, micro, self.dp_rank, self.layout.dp, config.micro_batch_size,
+                               config.global_batch_size) for micro in range(self.layout.accumulation)]
+        # Loss = sum over tokens / global count, so every layout and accumulation has the same gradient.  Rows are
+        # packed: all their tokens count, and the count needs no communication.
+        tokens_in_batch = config.global_batch_size * self.config.model.seq_length
+        self.watch.reset()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, samples in enumerate(ids):
+            self.context.samples = samples
+            rows = [self.train_rows[self.order.row(k)] for k in samples]
+            tokens, positions, labels = batch_tensors(rows, self.device)
+            loss = self.engine(tokens, positions, None, labels=labels).sum()
+            # DeepSpeed averages over DP ranks; the factor undoes it.
+            self.engine.backward(loss * (self.layout.dp / tokens_in_batch), scale_wrt_gas=False)
+            loss_sum += loss.detach().double()
+            if micro + 1 < len(ids):
+                self.engine.step()
+        reports = self._exchange(loss_sum, request.signal if request else 0)
+        self._refuse_non_finite(step, reports)
+        norm = self._update(step)
+        loss = float(reports[::self.layout.tp, 0].sum()) / tokens_in_batch
+        return StepResult(loss, norm, int(reports[:, 3].max()))
+
+    def _update(self, step: int) -> float:
+        """The optimizer's step; returns the gradient norm.  ZeRO 1 to 3 skip it themselves if the norm is not finite."""
+        stage_0 = self.engine.zero_optimization_stage() == 0
+        norm = gradient_norm(self.engine, self.mpu) if stage_0 else None
+        if norm is None or np.isfinite(norm):
+            self.engine.step()
+        if norm is None:
+            norm = gradient_norm(self.engine, self.mpu)
+        if not np.isfinite(norm):
+            raise NonFiniteError(f"step {step + 1}: every rank's gradients are finite but their norm is {norm}; stopped "
+                                 f"before the update, parameters are those of step {step}.")
+        return norm
+
+    def _exchange(self, loss_sum: torch.Tensor, signal: int) -> np.ndarray:
+        """One small all-gather a step: float64 [ranks, 4] of loss sum, loss finite, gradients finite, stop signal."""
+        mine = torch.stack([loss_sum, loss_sum.isfinite().double(), self.watch.finite.double(),
+                            torch.full_like(loss_sum, signal)])
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts).cpu().numpy()
+
+    def _refuse_non_finite(self, step: int, reports: np.ndarray) -> None:
+        bad = np.flatnonzero((reports[:, 1] == 0) | (reports[:, 2] == 0))
+        if not bad.size:
+            return
+        rank = int(bad[0])
+        what = "the loss" if reports[rank, 1] == 0 else "a gradient"
+        train = self.config.train
+        samples = [micro_batch_ids(step, micro, rank // self.layout.tp, self.layout.dp, train.micro_batch_size,
+                                   train.global_batch_size) for micro in range(self.layout.accumulation)]
+        rows = [self.order.row(k) for micro in samples for k in micro]
+        raise NonFiniteError(
+            f"step {step + 1}: {what} of rank {rank} is NaN or Inf (training rows {rows}); stopped before the update, "
+            f"parameters are those of step {step}; lower train.lr, set train.clip, or look at these rows.")
+
+    def _step_values(self, step: int, result: StepResult, since_log: "_Interval") -> dict[str, object]:
+        config = self.config.train
+        tokens_per_second = since_log.rate(self.device)
+        values: dict[str, object] = {
+            "train/loss": result.loss, "train/grad_norm": result.grad_norm,
+            "train/lr": learning_rate(step, config, config.decay_steps or config.steps),
+            "perf/tok_s": tokens_per_second, **devices.memory(self.device),
+            "aah/ACR": acr(self.context.windows, self.config.model.seq_length),
+            "aah/exact_pair_ratio": exact_pair_ratio(self.context.windows, self.config.model.seq_length)}
+        peak = devices.peak_flops(self.device)
+        if peak is not None:
+            values["perf/mfu"] = tokens_per_second * self.flops_per_token / (peak * dist.get_world_size())
+        return values
+
+    def _evaluate(self, since_log: "_Interval") -> tuple[float, dict[str, object]]:
+        began = time.monotonic()
+        with since_log.paused():
+            loss, _ = validation_loss(self.engine, self.engine.module, self.valid_rows, self.config.train.eval_samples,
+                                      micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.dp_rank,
+                                      dp_size=self.layout.dp, dp_group=self.mpu.get_data_parallel_group(),
+                                      device=self.device)
+        return loss, {"val/loss": loss, "val/ppl": float(np.exp(loss)), "perf/eval_time_s": time.monotonic() - began}
+
+    def _save_due(self, done: int) -> bool:
+        settings = self.config.checkpoint
+        return done in settings.steps or bool(settings.interval and done % settings.interval == 0)
+
+    def _save(self, done: int, since_log: "_Interval") -> None:
+        with since_log.paused():
+            folder = self.folder / "checkpoints"
+            checkpoints.save(self.engine, folder, done, config=self.config, layout=self.layout,
+                             windows=self.context.windows, facts=self.facts, tp_rank=self.tp_rank, dp_rank=self.dp_rank)
+            if self.rank == 0:
+                checkpoints.prune(folder, self.config.checkpoint.keep, self.config.checkpoint.steps)
+
+    def _finish(self, val_loss: float | None) -> None:
+        entropy = self.data.valid_unigram_entropy
+        summary = {"steps": self.config.train.steps, "val_loss": val_loss, "valid_unigram_entropy": entropy}
+        run_folder.mark_finished(self.folder, summary)
+        if val_loss is not None:
+            say(f"validation loss {val_loss:.4f} nats a token (perplexity {np.exp(val_loss):.1f}); unigram entropy of the "
+                f"held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
+
+
+class _Interval:
+    """Tokens and time since the last log line, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._tokens, self._began, self._excluded = 0, time.monotonic(), 0.0
+
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def rate(self, device: torch.device) -> float:
+        devices.synchronize(device)
+        seconds = time.monotonic() - self._began - self._excluded
+        rate = self._tokens / max(seconds, 1e-9)
+        self._tokens, self._began, self._excluded = 0, time.monotonic(), 0.0
+        return rate
+
+    def paused(self) -> "_Pause":
+        return _Pause(self)
+
+    def exclude(self, seconds: float) -> None:
+        self._excluded += seconds
+
+
+class _Pause:
+    def __init__(self, interval: _Interval) -> None:
+        self._interval = interval
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *unused: object) -> None:
+        self._interval.exclude(time.monotonic() - self._began)
+
+
+def run_facts(ds_config: dict, data: PreparedData, vocab_size: int) -> dict:
+    """What a checkpoint remembers of the engine and the data besides the configuration."""
+    zero = ds_config.get("zero_optimization", {})
+    return {"zero_stage": zero_stage(ds_config), "precision": precision(ds_config), "vocab_size": vocab_size,
+            "offload": zero.get("offload_optimizer", {}).get("device", "none"),
+            "text_fingerprint": data.meta["text"]["fingerprint"], "tokenizer_fingerprint": data.meta["tokenizer"]["fingerprint"]}
