@@ -30,7 +30,7 @@ def main() -> int:
     from aah_dist.training import signals, start
     from aah_dist.training.checkpoint import open_checkpoint
     from aah_dist.training.describe import dry_run, plan, what_next
-    from aah_dist.training.trainer import Trainer
+    from aah_dist.training.trainer import Trainer, run_facts
 
     device = devices.select_device(config.parallel.device, ranks.local_rank)
     devices.set_threads(device, ranks.local_size)
@@ -39,7 +39,8 @@ def main() -> int:
     start.prepare_data(config, ranks)
     mpu = start.join_job(config, ranks, layout.tp, device)
     data = start.open_data(config)
-    decision = start.on_rank0(lambda: start.open_run(config), device)
+    facts = run_facts(ds_config, data, config.model.vocab_size or data.vocab_size)
+    decision = start.on_rank0(lambda: start.open_run(config, layout, facts), device)
     config.train.decay_steps = decision.decay_steps
     print("\n".join(plan(config, layout, ds_config, config.model.vocab_size or data.vocab_size)
                     + start.facts(decision, data, device, ds_config) + decision.remarks), flush=True)

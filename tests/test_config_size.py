@@ -31,7 +31,7 @@ def test_biases_positions_and_norms_are_counted():
     assert whole - count_parameters(ModelConfig(**small, norm="rmsnorm"), 5) == 7 * 12
     assert count_parameters(ModelConfig(**small, max_positions=9), 5) - whole == 2 * 12
     assert count_parameters(ModelConfig(**small, tied_embeddings=False), 5) - whole == 5 * 12
-    assert count_parameters(ModelConfig(**small, qk_norm=True), 5) - whole == 3 * 2 * 2 * 4
+    assert count_parameters(ModelConfig(**small, qk_norm=True), 5) - whole == 3 * 2 * 4
 
 
 @pytest.mark.parametrize("vocab, rows", [(1, 128), (128, 128), (129, 256), (50257, 50304)])

@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A setting that cannot work.  Its text is one sentence: field, value, and what would be right."""
 
 
+class RankError(ConfigError):
+    """A ConfigError that not every rank sees; the rank it befalls prints it, whichever that is."""
+
+
 def _at_least(section: str, config: object, low: float, *names: str) -> None:
     for name in names:
         value = getattr(config, name)

@@ -80,8 +80,10 @@ def _say(log: TextIO | None, text: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    import torch
+
     try:
-        load()
+        if not torch.cuda.is_available():  # GPU ranks talk through NCCL
+            load()
     except ConfigError as error:
         sys.exit(f"error: {error}")

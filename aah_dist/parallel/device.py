@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from aah_dist.config.schema import ConfigError
+from aah_dist.config.schema import ConfigError, RankError
 
 
 def select_device(choice: str, local_rank: int) -> torch.device:
@@ -28,7 +28,7 @@ def select_device(choice: str, local_rank: int) -> torch.device:
         os.environ["DS_ACCELERATOR"] = "cpu"
         return torch.device("cpu")
     if local_rank >= gpus:
-        raise ConfigError(f"rank {local_rank} of this machine has no GPU: {gpus} found; start at most {gpus} ranks here.")
+        raise RankError(f"rank {local_rank} of this machine has no GPU: {gpus} found; start at most {gpus} ranks here.")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

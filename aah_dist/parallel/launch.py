@@ -81,23 +81,26 @@ def _export(rank: int, world: int, local: int, local_size: int, address: str, po
 
 
 def form_process_group(backend: str, timeout_minutes: float) -> None:
-    """torch.distributed and DeepSpeed's view of it, with one timeout for every group.
+    """Meet the other ranks in torch.distributed.
 
     Raises: ConfigError if the rendezvous port is taken.
     """
     import torch.distributed as dist
 
-    timeout = timedelta(minutes=timeout_minutes)
-    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, round(timeout_minutes)))
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} (MASTER_PORT) is in use by "
                               "another program; choose another, for example deepspeed --master_port "
                               f"{free_port()}.") from error
         raise
+
+
+def attach_deepspeed(backend: str, timeout_minutes: float) -> None:
+    """DeepSpeed's view of the process group that exists, with the same timeout."""
+    os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, round(timeout_minutes)))
     import deepspeed
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints that its op was built, at every start
-        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(minutes=timeout_minutes), verbose=False)

@@ -10,6 +10,7 @@ layout) and the run's configuration.  No file in it is trusted to hold code: ten
 
 import json
 import os
+import pickle
 import re
 import shutil
 from dataclasses import dataclass
@@ -23,13 +24,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from aah_dist.config.load import save_config
-from aah_dist.config.schema import ConfigError, RunConfig
+from aah_dist.config.schema import ConfigError, RankError, RunConfig
 from aah_dist.config.validate import Layout
 from aah_dist.model.shards import cut, is_split, join
+from aah_dist.training.engine import refuse_code_in_checkpoints
 from aah_dist.training.run_folder import write_atomically
 
 _NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
+_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "offload", "vocab_size", "text_fingerprint",
+            "tokenizer_fingerprint"}
 
 
 class CheckpointError(RuntimeError):
@@ -64,6 +68,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ConfigError(f"{path}/manifest.json cannot be read ({error}).") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError(f"{path} was written in another checkpoint format; this version reads format {FORMAT}.")
+    missing = sorted(_ENTRIES - manifest.keys())
+    if missing:
+        raise ConfigError(f"{path}/manifest.json lacks {', '.join(missing)}.")
     for name, size in manifest["files"].items():
         file = path / name
         if not file.exists() or file.stat().st_size != size:
@@ -77,7 +84,7 @@ def find(path: Path) -> Checkpoint:
 
     Raises: ConfigError if there is none.
     """
-    if (path / "manifest.json").exists():
+    if (path / "manifest.json").exists() and path.suffix != ".partial":
         return open_checkpoint(path)
     newest, _ = newest_complete(path / "checkpoints")
     if newest is None:
@@ -107,34 +114,50 @@ def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: 
     final = folder / f"step_{step:08d}"
     partial = folder / f"step_{step:08d}.partial"
     rank0 = dist.get_rank() == 0
-    if rank0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
     try:
+        if rank0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
         engine.save_checkpoint(str(folder), tag=partial.name, client_state={"step": step}, save_latest=False)
         _save_weights(engine.module, partial, tp_rank, layout.tp, writes=dp_rank == 0)
         dist.barrier()
         if rank0:
             _seal(partial, final, step, config, layout, windows, facts)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint of step {step} cannot be written to {partial} ({_reason(error)}); "
+        reason = _write_error(error)
+        if reason is None:
+            raise
+        raise CheckpointError(f"the checkpoint of step {step} cannot be written to {partial} ({reason}); "
                               f"free space or choose another output_dir and start again: {_what_is_left(folder)}.") from error
     dist.barrier()
     return final
 
 
-def _reason(error: BaseException) -> str:
-    while error.__cause__ is not None or error.__context__ is not None:
-        if isinstance(error, OSError):
-            break
-        error = error.__cause__ or error.__context__
-    return str(error).splitlines()[0]
+def _write_error(error: BaseException | None) -> str | None:
+    """Why a file could not be written, or None if that is not what `error` is about.
+
+    torch.save turns the system's error into a RuntimeError of its own, or into one raised while handling it.
+    """
+    link = error
+    while link is not None:
+        if isinstance(link, (OSError, SafetensorError)):
+            return str(link)
+        link = link.__cause__ or link.__context__
+    return str(error).splitlines()[0] if "PytorchStreamWriter" in str(error) else None
 
 
 def _what_is_left(folder: Path) -> str:
     newest, _ = newest_complete(folder)
     return f"the run continues from step {newest.step}" if newest else "there is no earlier checkpoint"
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        open_checkpoint(path)
+    except ConfigError:
+        return False
+    return True
 
 
 def _save_weights(model: nn.Module, folder: Path, tp_rank: int, tp_size: int, *, writes: bool) -> None:
@@ -175,10 +198,17 @@ def _sync(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int, always: list[int]) -> None:
-    """Delete all but the newest `keep` checkpoints and the listed steps; called after a save, by one rank."""
-    complete = sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    """Delete all but the newest `keep` complete checkpoints and the listed steps; called after a save, by one rank.
+
+    Damaged ones do not count towards `keep`; those that the run has passed go as well.
+    """
+    named = sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+    complete = [path for path in named if _is_complete(path)]
+    if not complete:
+        return
     unlisted = [path for path in complete if int(_NAME.fullmatch(path.name)[1]) not in always]
-    for path in unlisted[:-keep]:
+    damaged = [path for path in named if path not in complete and path < complete[-1]]
+    for path in damaged + unlisted[:-keep]:
         # First out of sight, so that a kill in the middle leaves no half-deleted checkpoint under a complete name.
         doomed = path.with_name(path.name + ".partial")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -201,8 +231,21 @@ def check_layout(checkpoint: Checkpoint, layout: Layout, facts: dict) -> None:
 
 
 def load(engine: object, checkpoint: Checkpoint) -> None:
-    """Restore parameters and optimizer state of this layout."""
-    path, state = engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+    """Restore parameters and optimizer state of this layout.
+
+    Raises: ConfigError if a file cannot be read, or holds anything but tensors and plain values.
+    """
+    refuse_code_in_checkpoints()
+    try:
+        path, state = engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+    except pickle.UnpicklingError as error:
+        raise RankError(f"a file of checkpoint {checkpoint.path} holds more than tensors and plain values, or is damaged; "
+                        "it is not loaded.") from error
+    except RuntimeError as error:
+        if "PytorchStreamReader" not in str(error):
+            raise
+        raise RankError(f"a file of checkpoint {checkpoint.path} is damaged ({str(error).splitlines()[0]}); move that "
+                        "folder away to continue from the checkpoint before it.") from error
     if path is None or state.get("step") != checkpoint.step:
         raise ConfigError(f"DeepSpeed found no usable state in checkpoint {checkpoint.path}.")
 

@@ -1,5 +1,6 @@
 """How every entry script begins and ends: quiet libraries, one-sentence errors, documented exit codes."""
 
+import errno
 import logging
 import os
 import sys
@@ -7,9 +8,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from aah_dist.config.schema import ConfigError
+from aah_dist.config.schema import ConfigError, RankError
 from aah_dist.training import signals
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PEER_LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -43,7 +46,7 @@ def run_main(main: Callable[[], int]) -> None:
     try:
         code = main()
     except ConfigError as error:
-        _leave(f"error: {error}" if rank == 0 else "", signals.EXIT_MISUSE)
+        _leave(f"error: {error}" if rank == 0 or isinstance(error, RankError) else "", signals.EXIT_MISUSE)
     except KeyboardInterrupt:
         _leave("interrupted" if rank == 0 else "", 130)
     except Exception as error:
@@ -62,9 +65,11 @@ def _explain(error: Exception, rank: int) -> str:
         return f"error: {error}" if rank == 0 else ""
     if isinstance(error, CheckpointError):
         return f"error: rank {rank}: {error}"
-    peer_left = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out")
-    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(t in str(error) for t in peer_left)):
-        return f"rank {rank}: stopped, because another rank ended or did not answer ({str(error).splitlines()[0]})"
+    if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        return f"error: rank {rank}: {error}; free space and start again, the run continues from its newest checkpoint."
+    if isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(t in str(error) for t in _PEER_LEFT)):
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        return f"rank {rank}: stopped, because another rank ended or did not answer ({reason})"
     return f"error: rank {rank} failed:\n{traceback.format_exc()}"
 
 

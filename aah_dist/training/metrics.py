@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,17 +24,17 @@ class Recorder:
     def __init__(self, folder: Path, config: RunConfig, start_step: int) -> None:
         self.folder = folder
         for name in ("metrics.jsonl", "policy.jsonl"):
-            cut_back(folder / name, start_step)
+            # From the beginning nothing stays, not even what an earlier start recorded as step 0.
+            cut_back(folder / name, start_step or -1)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._policy = open(folder / "policy.jsonl", "a", encoding="utf-8", buffering=1)
         self._windows = _last_windows(folder / "policy.jsonl")
-        self._services = [service for service in (_start_wandb(folder, config), _start_tensorboard(folder, config))
+        self._services = [service for service in (_start_wandb(folder, config), _start_tensorboard(folder, config, start_step))
                           if service is not None]
 
     def metrics(self, step: int, values: dict[str, object]) -> None:
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")
-        for service in self._services:
-            service.log(step, values)
+        self._each_service(lambda service: service.log(step, values))
 
     def policy(self, step: int, windows: np.ndarray) -> None:
         """Records the windows, int [layers, heads], if they differ from the last recorded ones."""
@@ -45,8 +46,15 @@ class Recorder:
     def close(self) -> None:
         self._metrics.close()
         self._policy.close()
-        for service in self._services:
-            service.close()
+        self._each_service(lambda service: service.close())
+
+    def _each_service(self, use: Callable[["_Wandb | _TensorBoard"], None]) -> None:
+        for service in list(self._services):
+            try:
+                use(service)
+            except Exception as error:  # any fault of an optional service: said once, and the run goes on
+                say(f"{service.name} has failed ({_first_line(error)}); the run goes on without it.")
+                self._services.remove(service)
 
 
 def _last_windows(path: Path) -> list | None:
@@ -54,7 +62,13 @@ def _last_windows(path: Path) -> list | None:
     return json.loads(lines[-1])["windows"] if lines else None
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class _Wandb:
+    name = "W&B"
+
     def __init__(self, run: object) -> None:
         self._run = run
 
@@ -81,12 +95,14 @@ def _start_wandb(folder: Path, config: RunConfig) -> _Wandb | None:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
     except Exception as error:  # any fault of an optional service: said, and the run goes on
-        say(f"W&B cannot be used ({str(error).splitlines()[0]}); the run goes on without it.")
+        say(f"W&B cannot be used ({_first_line(error)}); the run goes on without it.")
         return None
     return _Wandb(run)
 
 
 class _TensorBoard:
+    name = "TensorBoard"
+
     def __init__(self, writer: object) -> None:
         self._writer = writer
 
@@ -99,7 +115,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _start_tensorboard(folder: Path, config: RunConfig) -> _TensorBoard | None:
+def _start_tensorboard(folder: Path, config: RunConfig, start_step: int) -> _TensorBoard | None:
     if not config.log.tensorboard:
         return None
     try:
@@ -107,7 +123,7 @@ def _start_tensorboard(folder: Path, config: RunConfig) -> _TensorBoard | None:
     except ImportError:
         say("log.tensorboard is true, but TensorBoard is not installed (pip install tensorboard); going on without it.")
         return None
-    return _TensorBoard(SummaryWriter(str(folder / "tensorboard")))
+    return _TensorBoard(SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None))
 
 
 def say(text: str) -> None:

@@ -3,32 +3,65 @@
     config.yaml      the resolved configuration
     metrics.jsonl    one line a logged step        policy.jsonl   one line a change of windows
     checkpoints/     see training/checkpoint.py
+    run.lock         locked while a job writes here
 """
 
+import fcntl
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import TextIO
 
 from aah_dist.config.load import read_config
 from aah_dist.config.schema import ConfigError, RunConfig
 from aah_dist.config.validate import check_resume
 
 _FINISHED = "finished.json"
+_claimed: dict[Path, TextIO] = {}
 
 
 def choose_output_dir(config: RunConfig) -> Path:
     """`output_dir`, or the first of runs/PRESET, runs/PRESET-2, ... that is new or an unfinished run of this very
-    configuration; a finished run is never overwritten."""
+    configuration which no other job is writing; a finished run is never overwritten."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     base = Path("runs") / Path(config.preset).stem
     number = 1
     while True:
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if not (folder / "config.yaml").exists() or (is_unfinished(folder) and _is_same_run(folder, config)):
+        if not (folder / "config.yaml").exists():
+            return folder
+        if is_unfinished(folder) and _is_same_run(folder, config) and not _is_busy(folder):
             return folder
         number += 1
+
+
+def claim(folder: Path) -> None:
+    """Keep other jobs from writing `folder` as long as this process lives; the lock dies with it, however it ends.
+
+    Raises: ConfigError if another process holds it.
+    """
+    if folder.resolve() in _claimed:
+        return
+    file = open(folder / "run.lock", "w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"another job is writing to {folder}; wait for its end, or choose another --output_dir.") from None
+    _claimed[folder.resolve()] = file
+
+
+def _is_busy(folder: Path) -> bool:
+    if not (folder / "run.lock").exists() or folder.resolve() in _claimed:
+        return False
+    with open(folder / "run.lock", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """Asking a running job to stop: a signal to any rank, honoured by all ranks at the next step boundary."""
 
 import signal
+import time
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -14,11 +15,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequest:
     """Remembers the first signal.  The trainer reads it once a step and shares it with all ranks.
 
-    A second SIGINT interrupts at once, for the user who does not want to wait for the checkpoint.
+    A second SIGINT interrupts at once, for the user who does not want to wait for the checkpoint; one that follows
+    within a second is the same key press, passed on by a launcher as well.
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self._since = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -31,9 +34,10 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: object) -> None:
-        if self.signal == signal.SIGINT and number == signal.SIGINT:
+        if not self.signal:
+            self.signal, self._since = number, time.monotonic()
+        elif number == self.signal == signal.SIGINT and time.monotonic() - self._since > 1:
             raise KeyboardInterrupt
-        self.signal = self.signal or number
 
 
 def name(number: int) -> str:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from aah_dist.config.deepspeed import precision
-from aah_dist.config.load import read_config, save_config
+from aah_dist.config.load import read_config, to_yaml
 from aah_dist.config.schema import ConfigError, RunConfig
-from aah_dist.config.validate import check_resume, resolve_decay_steps
+from aah_dist.config.validate import Layout, check_resume, resolve_decay_steps
 from aah_dist.data.dataset import PreparedData, check_tokenizer
 from aah_dist.parallel import comm_op, launch, topology
 from aah_dist.parallel import device as devices
@@ -51,7 +51,9 @@ def join_job(config: RunConfig, ranks: launch.Ranks, tp: int, device: torch.devi
     timeout = config.parallel.timeout_minutes
     if device.type == "cpu":
         comm_op.load()
-    launch.form_process_group(devices.communication_backend(device), timeout)
+    backend = devices.communication_backend(device)
+    launch.form_process_group(backend, timeout)
+    launch.attach_deepspeed(backend, timeout)
     mpu = topology.form_groups(tp, timeout)
     devices.make_portable(device, config.train.seed)
     return mpu
@@ -83,9 +85,10 @@ class Start:
     remarks: list[str]
 
 
-def open_run(config: RunConfig) -> Start:
+def open_run(config: RunConfig, layout: Layout, facts: dict) -> Start:
     """Choose the folder, find the checkpoint to start from, check that it is the same run, record the configuration.
 
+    facts: what a checkpoint remembers besides the configuration (trainer.run_facts).
     Raises: ConfigError for a folder of a different run, or a checkpoint that cannot be used.
     """
     folder = run_folder.choose_output_dir(config)
@@ -94,6 +97,7 @@ def open_run(config: RunConfig) -> Start:
     if chosen is not None:
         old = read_config(chosen.path / "config.yaml")
         check_resume(old, config)
+        checkpoints.check_layout(chosen, layout, facts)
     elif (folder / "config.yaml").exists():
         old = read_config(folder / "config.yaml")
         check_resume(old, config)
@@ -103,11 +107,14 @@ def open_run(config: RunConfig) -> Start:
     decay_steps, sentence = resolve_decay_steps(config, old)
     config.train.decay_steps = decay_steps
     folder.mkdir(parents=True, exist_ok=True)
+    run_folder.claim(folder)
     for leftover in (folder / "checkpoints").glob("*.partial"):
         shutil.rmtree(leftover)
     if chosen is None or chosen.step < config.train.steps:
         run_folder.mark_running(folder)
-        save_config(config, folder / "config.yaml")
+        run_folder.write_atomically(folder / "config.yaml", to_yaml(config))
+    elif run_folder.is_unfinished(folder):  # killed between the last checkpoint and the mark
+        run_folder.mark_finished(folder, {"steps": chosen.step})
     if old is not None:
         remarks.append(sentence)
     return Start(str(folder), str(chosen.path) if chosen else None, decay_steps, remarks)

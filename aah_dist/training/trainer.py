@@ -116,8 +116,10 @@ class Trainer:
             recorder.close()
         if stop and saved_at < config.steps:
             if self.rank == 0:
-                say(f"stopped by {signals.name(stop)} after step {saved_at}; a checkpoint is saved, the same command "
+                same = "" if self.config.checkpoint.resume == "auto" else " with --checkpoint.resume auto"
+                say(f"stopped by {signals.name(stop)} after step {saved_at}; a checkpoint is saved, the same command{same} "
                     "continues the run")
+            dist.barrier()  # a launcher ends all ranks once one has left with a code other than 0
             return signals.EXIT_SAVED_AND_STOPPED
         if self.rank == 0:
             self._finish(last_eval)

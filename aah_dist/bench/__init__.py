@@ -1,0 +1,1 @@
+"""Benchmarks; each is a module with a table as its output."""

@@ -1,0 +1,71 @@
+"""Start the demo with the ranks this machine can carry: `make demo`.
+
+Runs the deepspeed launcher in a process group of its own and passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, so that
+they save a checkpoint and leave together; the launcher by itself would leave them behind.  Extra arguments go to
+pretrain.py.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from aah_dist.parallel.launch import free_port
+
+CPU_RANKS = 4
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def command(extra: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The launcher's command line, and what to set in its environment."""
+    import torch
+
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "error", "--master_port", str(free_port())]
+    job = [str(REPOSITORY / "aah_dist" / "pretrain.py"), "--ds_config", "ds_configs/zero2.json", *extra]
+    quiet = {"PYTHONWARNINGS": "ignore"}
+    if torch.cuda.is_available():
+        return launcher + job, quiet
+    return [*launcher, "--num_accelerators", str(CPU_RANKS), *job], {**quiet, "DS_ACCELERATOR": "cpu"}
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    """The job's ranks: the launcher gives each the argument --local_rank=N."""
+    found = []
+    for process in psutil.Process(launcher).children(recursive=True):
+        try:
+            if any(argument.startswith("--local_rank=") for argument in process.cmdline()):
+                found.append(process)
+        except psutil.Error:  # it ended in the meantime
+            continue
+    return found
+
+
+def run(argv: list[str], environment: dict[str, str]) -> int:
+    """The command's exit code; signals to this process reach the command's ranks."""
+    launcher = subprocess.Popen(argv, env={**os.environ, **environment}, start_new_session=True)
+
+    def forward(number: int, frame: object) -> None:
+        ranks = ranks_of(launcher.pid)
+        for rank in ranks:
+            rank.send_signal(number)
+        if not ranks:
+            os.killpg(launcher.pid, signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, forward)
+    return launcher.wait()
+
+
+def main() -> int:
+    argv, environment = command(sys.argv[1:])
+    shown = [Path(argv[0]).name, *(str(Path(a).relative_to(REPOSITORY)) if a.startswith(str(REPOSITORY)) else a
+                                   for a in argv[1:])]
+    print(" ".join([f"{key}={value}" for key, value in environment.items()] + shown), flush=True)
+    return run(argv, environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Scoring a checkpoint on validation text, outside of a run."""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from aah_dist.attention.windows import acr, exact_pair_ratio
+from aah_dist.config.load import read_config
+from aah_dist.config.schema import ConfigError
+from aah_dist.config.validate import resolve_layout
+from aah_dist.data.dataset import PreparedData
+from aah_dist.model.context import StepContext
+from aah_dist.model.gpt import build_gpt
+from aah_dist.parallel import device as devices
+from aah_dist.parallel import launch, topology
+from aah_dist.training import checkpoint as checkpoints
+from aah_dist.training.evaluation import validation_loss
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What evaluate.py was asked for; data and samples None mean the run's data and all of its validation split."""
+
+    checkpoint: Path
+    data: Path | None
+    samples: int | None
+    micro_batch_size: int
+    tensor_parallel_size: int
+    device: str
+
+
+def score(settings: Settings) -> dict[str, object]:
+    """Validation loss and what it cost, under the policy in force at the checkpoint.
+
+    Raises: ConfigError for a folder without a checkpoint, data made with another tokenizer, or a layout that does not
+    divide.
+    """
+    for name in ("samples", "micro_batch_size", "tensor_parallel_size"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+    checkpoint = checkpoints.find(settings.checkpoint)
+    config = read_config(checkpoint.path / "config.yaml")
+    data = PreparedData(settings.data or Path(config.data.path))
+    if data.meta["tokenizer"]["fingerprint"] != checkpoint.manifest["tokenizer_fingerprint"]:
+        raise ConfigError(f"--data {data.path} was made with another tokenizer than checkpoint {checkpoint.path}; prepare the "
+                          "text with the run's tokenizer (prepare_data.py --tokenizer).")
+    ranks = launch.discover()
+    config.parallel.tensor_parallel_size = settings.tensor_parallel_size
+    config.train.micro_batch_size = settings.micro_batch_size
+    config.train.global_batch_size = settings.micro_batch_size * ranks.world_size
+    layout = resolve_layout(config, ranks.world_size)
+    device = devices.select_device(settings.device, ranks.local_rank)
+    devices.set_threads(device, ranks.local_size)
+    launch.form_process_group(devices.communication_backend(device), config.parallel.timeout_minutes)
+    mpu = topology.form_groups(layout.tp, config.parallel.timeout_minutes)
+    devices.make_portable(device, config.train.seed)
+
+    context = StepContext(config.train.seed, checkpoint.windows, config.aah.backend)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    model = build_gpt(config.model, checkpoint.manifest["vocab_size"], context, tp_rank=tp_rank, tp_size=layout.tp,
+                      sequence_parallel=False, recompute=False, seed=config.train.seed, device=device,
+                      dtype=torch.bfloat16 if checkpoint.manifest["precision"] == "bf16" else torch.float32)
+    checkpoints.load_weights(model, checkpoint, tp_rank, layout.tp)
+    rows = data.split("valid", config.model.seq_length)
+    dist.barrier()
+    began = time.monotonic()
+    loss, tokens = validation_loss(model, model, rows, settings.samples or len(rows),
+                                   micro_batch_size=settings.micro_batch_size, dp_rank=mpu.get_data_parallel_rank(),
+                                   dp_size=layout.dp, dp_group=mpu.get_data_parallel_group(), device=device)
+    devices.synchronize(device)
+    length = config.model.seq_length
+    return {"checkpoint": str(checkpoint.path), "checkpoint_step": checkpoint.step, "val_loss": loss,
+            "val_ppl": math.exp(loss), "valid_unigram_entropy": data.valid_unigram_entropy, "tokens": tokens,
+            "samples": tokens // length, "ACR": acr(checkpoint.windows, length),
+            "exact_pair_ratio": exact_pair_ratio(checkpoint.windows, length),
+            "tok_s": tokens / (time.monotonic() - began), "layout": f"TP {layout.tp} x DP {layout.dp}"}
+
+
+def show(result: dict[str, object], as_json: bool) -> str:
+    if as_json:
+        return json.dumps(result)
+    return "\n".join([
+        f"checkpoint        {result['checkpoint']} (step {result['checkpoint_step']})",
+        f"validation loss   {result['val_loss']:.4f} nats a token over {result['samples']} samples, {result['tokens']:,} tokens",
+        f"perplexity        {result['val_ppl']:.2f}",
+        f"unigram entropy   {result['valid_unigram_entropy']:.4f} nats a token, whole validation split",
+        f"ACR               {result['ACR']:.4f} (mean window / T)",
+        f"exact pair ratio  {result['exact_pair_ratio']:.4f} (causal query-key pairs kept)",
+        f"speed             {result['tok_s']:,.0f} tokens/s, {result['layout']}",
+    ])

@@ -1,0 +1,122 @@
+"""window_attention's arguments, the choice of backend, and the counts of work."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from aah_dist.attention import backends, window_attention
+from aah_dist.attention.windows import acr, exact_pair_ratio, pairs
+from aah_dist.config.schema import ConfigError
+
+
+def tensors(heads=4, kv_heads=2, length=10, size=4):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, h, length, size, generator=generator) for h in (heads, kv_heads, kv_heads)]
+
+
+def test_windows_in_any_container():
+    q, k, v = tensors()
+    windows = [1, 3, 10, 12]
+    expected = window_attention(q, k, v, windows)
+    for same in (tuple(windows), np.array(windows), np.array(windows, dtype=np.int32), torch.tensor(windows)):
+        assert torch.equal(window_attention(q, k, v, same), expected)
+
+
+@pytest.mark.parametrize("windows, word", [
+    ([1, 2, 3], "4 heads"), ([[1, 2, 3, 4]], "4 heads"), (5, "4 heads"), ([1, 2, 0, 4], "at least 1"),
+    ([1, 2, -3, 4], "at least 1"), ([1.0, 2.0, 3.0, 4.0], "integers"), ([True] * 4, "integers"),
+])
+@pytest.mark.parametrize("backend", ["dense", "banded"])
+def test_wrong_windows(windows, word, backend):
+    with pytest.raises(ConfigError, match=word) as error:
+        window_attention(*tensors(), windows, backend=backend)
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize("change, word", [
+    (lambda q, k, v: (q[0], k, v), "batch, heads, tokens"),
+    (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "non-empty"),
+    (lambda q, k, v: (q, k[:, :, :5], v), "number of heads"),
+    (lambda q, k, v: (q, k[:, :, :5], v[:, :, :5]), "number of heads"),
+    (lambda q, k, v: (q, k[..., :2], v[..., :2]), "number of heads"),
+    (lambda q, k, v: (q[:, :3], k, v), "multiple"),
+    (lambda q, k, v: (q, k[:, :0], v[:, :0]), "multiple"),
+    (lambda q, k, v: (q.double(), k, v), "alike"),
+    (lambda q, k, v: (q.int(), k.int(), v.int()), "int32"),
+])
+def test_wrong_tensors(change, word):
+    q, k, v = change(*tensors())
+    with pytest.raises(ConfigError, match=word):
+        window_attention(q, k, v, [4] * 4)
+
+
+@pytest.mark.parametrize("options, word", [
+    ({"backend": "sparse"}, "dense, banded"),
+    ({"dropout_p": 1.0}, "below 1"),
+    ({"dropout_p": -0.1}, "at least 0"),
+    ({"dropout_p": float("nan")}, "at least 0"),
+    ({"dropout_p": 0.1, "dropout_seeds": torch.zeros(4, dtype=torch.int64)}, "each sample and head"),
+    ({"dropout_p": 0.1, "dropout_seeds": torch.zeros(2, 4)}, "int64"),
+])
+def test_wrong_options(options, word):
+    with pytest.raises(ConfigError, match=word):
+        window_attention(*tensors(), [4] * 4, **options)
+
+
+def test_dense_refuses_long_sequences():
+    length = backends.DENSE_MAX_LENGTH + 1
+    x = torch.zeros(1, 1, length, 1)
+    with pytest.raises(ConfigError, match="use backend banded"):
+        window_attention(x, x, x, [3], backend="dense")
+    assert window_attention(x, x, x, [3], backend="banded").shape == x.shape
+
+
+def test_scale_and_causal_limit_equal_torch():
+    q, k, v = (x.double() for x in tensors(kv_heads=4))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    for backend in ("dense", "banded"):
+        got = window_attention(q, k, v, [10, 11, 50, 10], backend=backend, scale=0.3)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_auto_says_once_what_it_chose(capfd):
+    backends._announce.cache_clear()
+    for _ in range(3):
+        assert backends.resolve("auto", torch.device("cpu"), torch.float32).name == "banded"
+    assert capfd.readouterr().err.count("attention backend: banded (auto: ") == 1
+
+
+def test_other_ranks_are_silent(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    backends._announce.cache_clear()
+    backends.resolve("auto", torch.device("cpu"), torch.float32)
+    backends._announce.cache_clear()
+    assert capfd.readouterr().err == ""
+
+
+def test_command_lists_every_backend():
+    done = subprocess.run([sys.executable, "-m", "aah_dist.attention"], capture_output=True, text=True, check=True)
+    for name in backends.BACKENDS:
+        assert f"{name}: " in done.stdout
+    assert "cpu: can run" in done.stdout
+    if not torch.cuda.is_available():
+        assert "cuda: cannot run: " in done.stdout
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 12])
+def test_pairs_by_counting(length):
+    for window in range(1, length + 3):
+        counted = sum(i - window < j <= i for i in range(length) for j in range(length))
+        assert pairs(window, length) == counted
+
+
+def test_ratios():
+    assert acr([[512, 4096], [1024, 9999]], 4096) == pytest.approx((0.125 + 1 + 0.25 + 1) / 4)
+    for window, floor in ((512, 0.2343), (1024, 0.4375), (2048, 0.7499), (4096, 1.0)):
+        assert exact_pair_ratio([window], 4096) == pytest.approx(floor, abs=5e-5)
+    mix = np.array([512] * 6 + [1024] * 2 + [2048] * 2 + [4096] * 2)
+    assert exact_pair_ratio(mix, 4096) == pytest.approx(0.482, abs=5e-4)
+    assert exact_pair_ratio(mix.reshape(2, 6), 4096) == exact_pair_ratio(mix, 4096)
