@@ -3,11 +3,13 @@
     checkpoints/step_00000100/            complete: manifest.json lists its files and their sizes
     checkpoints/step_00000200.partial/    being written; ignored, and replaced by the next save of that step
 
-A checkpoint is written under the `.partial` name, synced to disk and renamed.  It holds DeepSpeed's files (this layout's
-parameters and optimizer state), `weights-tpI-of-N.safetensors` (the model alone, one file a TP rank, readable at any
-layout) and the run's configuration.  No file in it is trusted to hold code: tensors are loaded as tensors only.
+A checkpoint is written under the `.partial` name, synced to disk and renamed.  It holds DeepSpeed's files (this
+layout's parameters and optimizer state), `weights-tpI-of-N.safetensors` (the model alone, one file a TP rank, readable
+at any layout) and the run's configuration.  No file in it is trusted to hold code: tensors are loaded as tensors only.
 """
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -32,8 +34,8 @@ from aah_dist.training.run_folder import write_atomically
 
 _NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
-_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "offload", "vocab_size", "text_fingerprint",
-            "tokenizer_fingerprint"}
+_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "offload", "vocab_size",
+            "text_fingerprint", "tokenizer_fingerprint"}
 
 
 class CheckpointError(RuntimeError):
@@ -128,8 +130,8 @@ def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: 
         reason = _write_error(error)
         if reason is None:
             raise
-        raise CheckpointError(f"the checkpoint of step {step} cannot be written to {partial} ({reason}); "
-                              f"free space or choose another output_dir and start again: {_what_is_left(folder)}.") from error
+        raise CheckpointError(f"the checkpoint of step {step} cannot be written to {partial} ({reason}); free space or "
+                              f"choose another output_dir and start again: {_what_is_left(folder)}.") from error
     dist.barrier()
     return final
 
@@ -137,14 +139,15 @@ def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: 
 def _write_error(error: BaseException | None) -> str | None:
     """Why a file could not be written, or None if that is not what `error` is about.
 
-    torch.save turns the system's error into a RuntimeError of its own, or into one raised while handling it.
+    torch.save hides the system's error behind RuntimeErrors of its zip writer.
     """
-    link = error
-    while link is not None:
-        if isinstance(link, (OSError, SafetensorError)):
-            return str(link)
-        link = link.__cause__ or link.__context__
-    return str(error).splitlines()[0] if "PytorchStreamWriter" in str(error) else None
+    while error is not None:
+        if isinstance(error, (OSError, SafetensorError)):
+            return str(error)
+        if any(text in str(error) for text in ("PytorchStreamWriter", "inline_container", "iostream error")):
+            return "the file system takes no more data"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _what_is_left(folder: Path) -> str:
@@ -176,7 +179,8 @@ def weights_name(tp_rank: int, tp_size: int) -> str:
 def _seal(partial: Path, final: Path, step: int, config: RunConfig, layout: Layout, windows: np.ndarray,
           facts: dict) -> None:
     save_config(config, partial / "config.yaml")
-    files = {str(file.relative_to(partial)): file.stat().st_size for file in sorted(partial.rglob("*")) if file.is_file()}
+    written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
+    files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
     manifest = {"format": FORMAT, "step": step, "tp": layout.tp, "dp": layout.dp, "windows": windows.tolist(),
                 **facts, "files": files}
     for name in files:
@@ -237,10 +241,11 @@ def load(engine: object, checkpoint: Checkpoint) -> None:
     """
     refuse_code_in_checkpoints()
     try:
-        path, state = engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's bf16 optimizer prints a line of its own
+            path, state = engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     except pickle.UnpicklingError as error:
-        raise RankError(f"a file of checkpoint {checkpoint.path} holds more than tensors and plain values, or is damaged; "
-                        "it is not loaded.") from error
+        raise RankError(f"a file of checkpoint {checkpoint.path} holds more than tensors and plain values, or is "
+                        "damaged; it is not loaded.") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
             raise

@@ -68,7 +68,7 @@ def _explain(error: Exception, rank: int) -> str:
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"error: rank {rank}: {error}; free space and start again, the run continues from its newest checkpoint."
     if isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(t in str(error) for t in _PEER_LEFT)):
-        reason = (str(error).splitlines() or ["no reason given"])[0]
+        reason = (str(error).splitlines() or ["no reason given"])[0].partition(". This is typically")[0]
         return f"rank {rank}: stopped, because another rank ended or did not answer ({reason})"
     return f"error: rank {rank} failed:\n{traceback.format_exc()}"
 

@@ -29,8 +29,8 @@ class Recorder:
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._policy = open(folder / "policy.jsonl", "a", encoding="utf-8", buffering=1)
         self._windows = _last_windows(folder / "policy.jsonl")
-        self._services = [service for service in (_start_wandb(folder, config), _start_tensorboard(folder, config, start_step))
-                          if service is not None]
+        services = (_start_wandb(folder, config), _start_tensorboard(folder, config, start_step))
+        self._services = [service for service in services if service is not None]
 
     def metrics(self, step: int, values: dict[str, object]) -> None:
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")

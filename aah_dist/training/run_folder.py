@@ -49,7 +49,8 @@ def claim(folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(f"another job is writing to {folder}; wait for its end, or choose another --output_dir.") from None
+        raise ConfigError(f"another job is writing to {folder}; wait for its end, or choose another "
+                          "--output_dir.") from None
     _claimed[folder.resolve()] = file
 
 

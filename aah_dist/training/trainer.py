@@ -117,8 +117,8 @@ class Trainer:
         if stop and saved_at < config.steps:
             if self.rank == 0:
                 same = "" if self.config.checkpoint.resume == "auto" else " with --checkpoint.resume auto"
-                say(f"stopped by {signals.name(stop)} after step {saved_at}; a checkpoint is saved, the same command{same} "
-                    "continues the run")
+                say(f"stopped by {signals.name(stop)} after step {saved_at}; a checkpoint is saved, the same command"
+                    f"{same} continues the run")
             dist.barrier()  # a launcher ends all ranks once one has left with a code other than 0
             return signals.EXIT_SAVED_AND_STOPPED
         if self.rank == 0:
@@ -179,11 +179,11 @@ class Trainer:
         return torch.stack(parts).cpu().numpy()
 
     def _refuse_non_finite(self, step: int, reports: np.ndarray) -> None:
-        bad = np.flatnonzero((reports[:, 1] == 0) | (reports[:, 2] == 0))
-        if not bad.size:
+        # The loss first: within a TP group the gradients of all ranks follow it.
+        bad_losses, bad_gradients = np.flatnonzero(reports[:, 1] == 0), np.flatnonzero(reports[:, 2] == 0)
+        if not bad_losses.size and not bad_gradients.size:
             return
-        rank = int(bad[0])
-        what = "the loss" if reports[rank, 1] == 0 else "a gradient"
+        rank, what = (int(bad_losses[0]), "the loss") if bad_losses.size else (int(bad_gradients[0]), "a gradient")
         train = self.config.train
         samples = [micro_batch_ids(step, micro, rank // self.layout.tp, self.layout.dp, train.micro_batch_size,
                                    train.global_batch_size) for micro in range(self.layout.accumulation)]

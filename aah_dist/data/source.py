@@ -1,0 +1,82 @@
+"""The text of one preparation: read anew for each pass, always in the same order, and what the first pass learns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from aah_dist.config.schema import ConfigError
+from aah_dist.data.corpus import Block, documents, find_files, read_blocks
+from aah_dist.data.workers import Scan, Tokens
+
+
+@dataclass(frozen=True)
+class Source:
+    """Which text, cut into documents how."""
+
+    files: list[Path]
+    one_document_per: str
+    json_key: str
+
+    @classmethod
+    def find(cls, text: list[str], one_document_per: str, json_key: str) -> Source:
+        return cls(find_files(text), one_document_per, json_key)
+
+    def blocks(self) -> Iterator[Block]:
+        return read_blocks(self.files, self.one_document_per)
+
+    def first_document(self) -> str:
+        return next(text for block in self.blocks() for text in documents(block, self.json_key))
+
+    def chosen_documents(self, chosen: np.ndarray, per_block: list[int]) -> Iterator[str]:
+        """The documents where `chosen` (bool [documents]) holds; blocks without one are not decoded.
+
+        Text that has changed since per_block was counted is found by `Contents.same_blocks`, not here.
+        """
+        first = 0
+        for block, count in zip(self.blocks(), per_block, strict=False):
+            here = chosen[first:first + count]
+            if here.any():
+                yield from (text for text, wanted in zip(documents(block, self.json_key), here, strict=False)
+                           if wanted)
+            first += count
+
+
+@dataclass
+class Contents:
+    """fingerprint: sha256 over the documents' own sha256, in order. characters (int64) and keys (uint64): per document.
+    per_block: documents of each block."""
+
+    fingerprint: str
+    characters: np.ndarray
+    keys: np.ndarray
+    per_block: list[int]
+    _block_digests: list[bytes] = field(repr=False)
+
+    @classmethod
+    def collect(cls, scans: Iterable[Scan]) -> Contents:
+        """Raises ConfigError where there is no document."""
+        whole, digests, characters, keys = hashlib.sha256(), [], [], []
+        for scan in scans:
+            whole.update(scan.digests)
+            digests.append(hashlib.sha256(scan.digests).digest())
+            characters.append(scan.characters)
+            keys.append(scan.keys)
+        if not sum(map(len, keys)):
+            raise ConfigError("the text holds no documents: every file or line is empty.")
+        return cls(whole.hexdigest(), np.concatenate(characters), np.concatenate(keys), list(map(len, keys)), digests)
+
+    def same_blocks(self, encoded: Iterable[Tokens]) -> Iterator[Tokens]:
+        """Pass on the second reading. Raises ConfigError where it differs from the first."""
+        read = 0
+        for block in encoded:
+            if read == len(self._block_digests) or hashlib.sha256(block.digests).digest() != self._block_digests[read]:
+                raise ConfigError("the text changed while it was being prepared; start again when it is complete.")
+            read += 1
+            yield block
+        if read != len(self._block_digests):
+            raise ConfigError("the text became shorter while it was being prepared; start again when it is complete.")
