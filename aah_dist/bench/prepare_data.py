@@ -9,15 +9,12 @@ Loading the tokenizer and starting processes come before the clock on both sides
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import subprocess
 import tempfile
 import time
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
+from aah_dist.bench.environment import describe
 from aah_dist.data.corpus import documents, find_files
 from aah_dist.data.prepare import encode_splits, prepare
 from aah_dist.data.source import Contents, Source
@@ -62,16 +59,9 @@ def main() -> None:
 
 
 def _print_method(args: argparse.Namespace, count: int, characters: int) -> None:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False,
-                            cwd=Path(__file__).parent).stdout.strip() or "unknown"
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())
-    print(f"commit     {commit}")
-    print(f"versions   Python {platform.python_version()}, sentencepiece {version('sentencepiece')}, "
-          f"numpy {version('numpy')}")
-    print(f"hardware   {cpu}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"text       {count:,} documents, {characters:,} characters ({args.copies} copies of the standard library)")
-    print(f"method     {args.tokenizer}; best of {args.repeats}, taken in turn; millions of characters per second")
+    print(describe("sentencepiece", "numpy"))
+    print(f"text      {count:,} documents, {characters:,} characters ({args.copies} copies of the standard library)")
+    print(f"method    {args.tokenizer}; best of {args.repeats}, taken in turn; millions of characters per second")
 
 
 def _our_seconds(source: Source, model: Path, processes: int, out: Path) -> tuple[float, float]:
