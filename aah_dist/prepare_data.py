@@ -16,8 +16,8 @@ EXAMPLES = """examples:
       the source of the running Python's own standard library, to data/stdlib
   python aah_dist/prepare_data.py 'books/**/*.txt' x.txt.gz --output_dir data/books --tokenizer sentencepiece-bpe:8192
       own text, one document per file
-  python aah_dist/prepare_data.py wiki.train.raw --one_document_per line --output_dir data/wiki --tokenizer gpt2/
-      one document per line, encoded with a Hugging Face tokenizer folder (or GPT-2's vocab.json and merges.txt)
+  python aah_dist/prepare_data.py train.txt --valid_text valid.txt --output_dir data/wikitext2-gpt2 --tokenizer gpt2/
+      a given split, encoded with a Hugging Face tokenizer folder (or GPT-2's vocab.json and merges.txt)
   python aah_dist/prepare_data.py crawl/ --json_key content --output_dir data/crawl --tokenizer llama.model
       a folder of .jsonl or .jsonl.gz files, encoded with an existing sentencepiece model
 """
@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
                         help="where a line of a JSONL file holds its document (default: %(default)s)")
     parser.add_argument("--valid_fraction", type=float, default=0.03, metavar="F",
                         help="share of the text held out for validation, by whole documents (default: %(default)s)")
+    parser.add_argument("--valid_text", nargs="+", metavar="TEXT",
+                        help="hold out this text, given like TEXT, instead of a share of the text")
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="decides which documents are held out (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
@@ -53,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError("output_dir is not given; name a folder for your own text, for example "
                               "--output_dir data/mine.")
         prepare(args.text, args.tokenizer, args.output_dir or Path("data/stdlib"), valid_fraction=args.valid_fraction,
-                seed=args.seed, workers=args.workers, json_key=args.json_key, one_document_per=args.one_document_per)
+                seed=args.seed, workers=args.workers, json_key=args.json_key, one_document_per=args.one_document_per,
+                valid_text=args.valid_text)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -310,3 +310,18 @@ def test_large_vocabularies_are_int32(tmp_path):
     assert writer.tokens == 4 and writer.unigram_entropy() == pytest.approx(np.log(4))
     rows = TokenRows(np.memmap(tmp_path / "train.bin", dtype=np.int32, mode="r"), 2, "train.bin")
     assert rows[0].tolist() == [5, 127_999, 70_000]
+
+
+def test_given_validation_text_is_what_is_held_out(text, prepared, tmp_path):
+    held_out = write_text(tmp_path / "held_out", files=3, seed=9)
+    tokenizer = str(PreparedData(prepared).tokenizer_path)
+    data = PreparedData(make(text, tmp_path / "data", tokenizer=tokenizer, valid_text=[str(held_out)]))
+    assert data.meta["splits"]["train"]["documents"] == 30 and data.meta["splits"]["valid"]["documents"] == 3
+    alone = load_tokenizer(data.tokenizer_path)
+    expected = [token for path in sorted(held_out.glob("0*.txt")) for token in [*alone.encode(path.read_text()), data.eod_id]]
+    assert np.fromfile(tmp_path / "data" / "valid.bin", dtype=np.uint16).tolist() == expected
+
+
+def test_text_given_for_both_splits_is_refused(text, tmp_path):
+    with pytest.raises(ConfigError, match="000.txt is given as training and as validation text"):
+        make(text, tmp_path / "data", valid_text=[str(text / "000.txt")])

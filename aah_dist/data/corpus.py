@@ -32,11 +32,12 @@ class Block:
 
     kind: "file" (each part is one document), "line" (each line is one) or "json" (each line is an object
         that holds one).
-    parts: (file name, number of the first line, bytes).
+    parts: (file name, number of the first line, bytes). held_out: given as validation text.
     """
 
     kind: str
     parts: tuple[tuple[str, int, bytes], ...]
+    held_out: bool = False
 
 
 def find_files(text: list[str]) -> list[Path]:

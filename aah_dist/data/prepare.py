@@ -31,11 +31,13 @@ Say = Callable[[str], None]
 
 
 def prepare(text: list[str], tokenizer: str, out_dir: Path, *, valid_fraction: float, seed: int = 0, workers: int,
-            json_key: str = "text", one_document_per: str = "file", progress: bool = True) -> Path:
+            json_key: str = "text", one_document_per: str = "file", valid_text: list[str] | None = None,
+            progress: bool = True) -> Path:
     """Make `out_dir` from `text`, or find that it already holds just that; return it.
 
     text: files, folders, globs, or "stdlib". tokenizer: sentencepiece-unigram:SIZE, sentencepiece-bpe:SIZE, a .model
-    file or a Hugging Face folder. valid_fraction: share of the characters held out, by whole documents.
+    file or a Hugging Face folder. valid_fraction: share of the characters held out, by whole documents,
+    chosen by the seed; valid_text, given like text, is held out instead and valid_fraction not used.
     progress: print, with a progress bar on a terminal. Raises ConfigError for text, tokenizer or folder that cannot
     work; nothing has appeared at `out_dir` then. Any number of jobs may call this at once for one folder.
     """
@@ -45,15 +47,16 @@ def prepare(text: list[str], tokenizer: str, out_dir: Path, *, valid_fraction: f
     _check_arguments(text, out_dir, valid_fraction, seed, workers, one_document_per)
     spec = parse_spec(tokenizer)
     given = None if spec else load_tokenizer(Path(tokenizer))
-    source = Source.find(text, one_document_per, json_key)
+    source = Source.find(text, one_document_per, json_key, valid_text)
     with Workers(workers) as pool:
         scans = pool.scan(source.blocks(), json_key, seed)
         contents = Contents.collect(_bar(scans, "reading", "block", progress))
         request = {"text": contents.fingerprint, "tokenizer": given.fingerprint if given else tokenizer,
-                   "valid_fraction": valid_fraction, "seed": seed}
+                   "valid_fraction": None if valid_text else valid_fraction, "seed": None if valid_text else seed,
+                   "valid_documents": int(contents.held_out.sum()) if valid_text else None}
         if _occupied(out_dir):
             return _already_made(out_dir, request, say)
-        valid = choose_valid(contents.characters, contents.keys, valid_fraction)
+        valid = _given_valid(contents) if valid_text else choose_valid(contents.characters, contents.keys, valid_fraction)
         say(f"text       {', '.join(text)}: {len(valid):,} documents, {contents.characters.sum():,} characters, "
             f"sha256 {contents.fingerprint[:16]}")
         try:
@@ -87,6 +90,13 @@ def _check_arguments(text: list[str], out_dir: Path, valid_fraction: float, seed
     for entry in text:
         if os.path.isdir(entry) and Path(os.path.realpath(out_dir)).is_relative_to(os.path.realpath(entry)):
             raise ConfigError(f"output folder {out_dir} lies inside the text folder {entry}; choose one outside of it.")
+
+
+def _given_valid(contents: Contents) -> np.ndarray:
+    if contents.held_out.all() or not contents.held_out.any():
+        side = "training" if contents.held_out.all() else "validation"
+        raise ConfigError(f"the {side} text holds no documents: every file or line is empty.")
+    return contents.held_out
 
 
 def _occupied(folder: Path) -> bool:

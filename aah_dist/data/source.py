@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +16,26 @@ from aah_dist.data.workers import Scan, Tokens
 
 @dataclass(frozen=True)
 class Source:
-    """Which text, cut into documents how."""
+    """Which text, cut into documents how. valid_files: text given for validation, read after the rest."""
 
     files: list[Path]
     one_document_per: str
     json_key: str
+    valid_files: list[Path] = field(default_factory=list)
 
     @classmethod
-    def find(cls, text: list[str], one_document_per: str, json_key: str) -> Source:
-        return cls(find_files(text), one_document_per, json_key)
+    def find(cls, text: list[str], one_document_per: str, json_key: str, valid_text: list[str] | None = None) -> Source:
+        """Raises ConfigError where an entry matches nothing or a file is given as both."""
+        files, valid_files = find_files(text), find_files(valid_text or [])
+        both = {path.resolve() for path in files} & {path.resolve() for path in valid_files}
+        if both:
+            raise ConfigError(f"{min(both)} is given as training and as validation text; give it as one of them.")
+        return cls(files, one_document_per, json_key, valid_files)
 
     def blocks(self) -> Iterator[Block]:
-        return read_blocks(self.files, self.one_document_per)
+        yield from read_blocks(self.files, self.one_document_per)
+        for block in read_blocks(self.valid_files, self.one_document_per):
+            yield replace(block, held_out=True)
 
     def first_document(self) -> str:
         return next(text for block in self.blocks() for text in documents(block, self.json_key))
@@ -49,26 +57,29 @@ class Source:
 @dataclass
 class Contents:
     """fingerprint: sha256 over the documents' own sha256, in order. characters (int64) and keys (uint64): per document.
-    per_block: documents of each block."""
+    per_block: documents of each block. held_out: bool, per document: given as validation text."""
 
     fingerprint: str
     characters: np.ndarray
     keys: np.ndarray
     per_block: list[int]
+    held_out: np.ndarray
     _block_digests: list[bytes] = field(repr=False)
 
     @classmethod
     def collect(cls, scans: Iterable[Scan]) -> Contents:
         """Raises ConfigError where there is no document."""
-        whole, digests, characters, keys = hashlib.sha256(), [], [], []
+        whole, digests, characters, keys, held_out = hashlib.sha256(), [], [], [], []
         for scan in scans:
             whole.update(scan.digests)
             digests.append(hashlib.sha256(scan.digests).digest())
             characters.append(scan.characters)
             keys.append(scan.keys)
+            held_out.append(np.full(len(scan.keys), scan.held_out))
         if not sum(map(len, keys)):
             raise ConfigError("the text holds no documents: every file or line is empty.")
-        return cls(whole.hexdigest(), np.concatenate(characters), np.concatenate(keys), list(map(len, keys)), digests)
+        return cls(whole.hexdigest(), np.concatenate(characters), np.concatenate(keys), list(map(len, keys)),
+                   np.concatenate(held_out), digests)
 
     def same_blocks(self, encoded: Iterable[Tokens]) -> Iterator[Tokens]:
         """Pass on the second reading. Raises ConfigError where it differs from the first."""

@@ -29,11 +29,12 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class Scan:
     """What is known of a block's documents before they are encoded: their sha256 digests one after the other, their
-    characters (int64 [documents]) and keys drawn from (seed, content) (uint64 [documents])."""
+    characters (int64 [documents]) and keys drawn from (seed, content) (uint64 [documents]). held_out: of the block."""
 
     digests: bytes
     characters: np.ndarray
     keys: np.ndarray
+    held_out: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def scan_block(json_key: str, seed: int, block: Block) -> Scan:
     salt = b"%d " % seed
     keys = b"".join(hashlib.sha256(salt + digest).digest()[:8] for digest in digests)
     characters = np.array([len(text) for text in found], dtype=np.int64)
-    return Scan(b"".join(digests), characters, np.frombuffer(keys, dtype="<u8"))
+    return Scan(b"".join(digests), characters, np.frombuffer(keys, dtype="<u8"), block.held_out)
 
 
 def encode_block(json_key: str, tokenizer: Path, dtype: type, block: Block) -> Tokens:

@@ -5,6 +5,7 @@ Rank 0 only.  Nothing here may stop or slow a run: trouble with a service is sai
 
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def _start_wandb(folder: Path, config: RunConfig) -> _Wandb | None:
 
         id_file = folder / "wandb_id.txt"
         if not id_file.exists():
-            write_atomically(id_file, wandb.util.generate_id() + "\n")
+            write_atomically(id_file, secrets.token_hex(4) + "\n")
         run = wandb.init(project=config.log.wandb_project, id=id_file.read_text().strip(), name=folder.name,
                          resume="allow", dir=str(folder), config=config.to_dict(),
                          settings=wandb.Settings(init_timeout=30, silent=True))
