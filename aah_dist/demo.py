@@ -21,12 +21,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def command(extra: list[str]) -> tuple[list[str], dict[str, str]]:
     """The launcher's command line, and what to set in its environment."""
-    import torch
+    from aah_dist.parallel.device import has_gpu
 
     launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "error", "--master_port", str(free_port())]
     job = [str(REPOSITORY / "aah_dist" / "pretrain.py"), "--ds_config", "ds_configs/zero2.json", *extra]
     quiet = {"PYTHONWARNINGS": "ignore"}
-    if torch.cuda.is_available():
+    if has_gpu():
         return launcher + job, quiet
     return [*launcher, "--num_accelerators", str(CPU_RANKS), *job], {**quiet, "DS_ACCELERATOR": "cpu"}
 

@@ -24,20 +24,27 @@ def rank_environments(ranks: int, **extra: str) -> list[dict[str, str]]:
 
 
 def start_ranks(ranks: int, argv: list[str], cwd: Path, **extra: str) -> list[subprocess.Popen]:
-    """One process a rank, stdout and stderr joined in a pipe."""
-    return [subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT) for env in rank_environments(ranks, **extra)]
+    """One process a rank, stdout and stderr joined in cwd/rankN.log (a pipe that is not read would stop its writer)."""
+    return [subprocess.Popen([sys.executable, *argv], cwd=cwd, env=env, stderr=subprocess.STDOUT,
+                             stdout=open(cwd / f"rank{rank}.log", "w"))
+            for rank, env in enumerate(rank_environments(ranks, **extra))]
 
 
 def run_ranks(ranks: int, argv: list[str], cwd: Path, timeout: float = 600, **extra: str) -> list[tuple[int, str]]:
     """(exit code, output) of each rank."""
     processes = start_ranks(ranks, argv, cwd, **extra)
+    return wait_for(processes, cwd, timeout)
+
+
+def wait_for(processes: list[subprocess.Popen], cwd: Path, timeout: float = 600) -> list[tuple[int, str]]:
+    """(exit code, output) of each rank; all are killed when one takes longer than `timeout` seconds."""
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        for process in processes:
+            process.wait(timeout=timeout)
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs)]
+    return [(process.returncode, (cwd / f"rank{rank}.log").read_text()) for rank, process in enumerate(processes)]
 
 
 def pretrain(ranks: int, options: list[str], cwd: Path, **extra: str) -> list[tuple[int, str]]:

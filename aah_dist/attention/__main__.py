@@ -6,6 +6,8 @@ import torch
 
 from aah_dist.attention.backends import BACKENDS, choose
 
+from aah_dist.parallel.device import has_gpu
+
 
 def main() -> None:
     for backend in BACKENDS.values():
@@ -15,7 +17,7 @@ def main() -> None:
         for device in ("cpu", "cuda"):
             refusal = backend.refusal(torch.device(device), torch.float32)
             print(f"  {device}: {'can run' if refusal is None else 'cannot run: ' + refusal}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if has_gpu() else "cpu")
     name, reason = choose(device)
     print(f"auto on {device.type}: {name} ({reason})")
 

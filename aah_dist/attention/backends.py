@@ -14,6 +14,7 @@ from torch import Tensor
 from aah_dist.attention.banded import banded_attention
 from aah_dist.attention.reference import dense_attention
 from aah_dist.config.schema import ConfigError
+from aah_dist.parallel.device import has_gpu
 
 DENSE_MAX_LENGTH = 2048
 """Longest sequence the dense backend takes: its T x T scores are for checking other backends, not for training."""
@@ -35,7 +36,7 @@ class Backend:
         if dtype not in DTYPES:
             return (f"attention inputs are {dtype}; the {self.name} backend takes "
                     f"{', '.join(str(d).removeprefix('torch.') for d in DTYPES)}.")
-        if device.type == "cuda" and not torch.cuda.is_available():
+        if device.type == "cuda" and not has_gpu():
             return f"device {device} was asked for; this torch build or machine has no CUDA device."
         if self.max_length is not None and length is not None and length > self.max_length:
             return (f"sequence length {length} is above {self.max_length}, the most that the {self.name} backend takes "

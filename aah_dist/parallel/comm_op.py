@@ -80,10 +80,10 @@ def _say(log: TextIO | None, text: str) -> None:
 
 
 if __name__ == "__main__":
-    import torch
+    from aah_dist.parallel.device import has_gpu
 
     try:
-        if not torch.cuda.is_available():  # GPU ranks talk through NCCL
+        if not has_gpu():  # GPU ranks talk through NCCL
             load()
     except ConfigError as error:
         sys.exit(f"error: {error}")

@@ -33,6 +33,10 @@ def select_device(choice: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
 def make_portable(device: torch.device, seed: int) -> None:
     """Let Megatron-core run on `device`; called once a process, after its process groups exist."""
     from megatron.core import tensor_parallel

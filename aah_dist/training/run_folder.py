@@ -6,6 +6,7 @@
     run.lock         locked while a job writes here
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from aah_dist.config.schema import ConfigError, RunConfig
 from aah_dist.config.validate import check_resume
 
 _FINISHED = "finished.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # some shared file systems have none
 _claimed: dict[Path, TextIO] = {}
 
 
@@ -51,6 +53,9 @@ def claim(folder: Path) -> None:
         file.close()
         raise ConfigError(f"another job is writing to {folder}; wait for its end, or choose another "
                           "--output_dir.") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     _claimed[folder.resolve()] = file
 
 
@@ -62,6 +67,9 @@ def _is_busy(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
     return False
 
 

@@ -147,10 +147,10 @@ def facts(decision: Start, data: PreparedData, device: torch.device, ds_config: 
     """Lines on what the run found: device, data, folder."""
     counts = data.meta["splits"]
     lines = [f"device    {devices.describe(device)}",
-             f"data      {data.path}: {counts['train']['tokens']:,} training and {counts['valid']['tokens']:,} validation "
-             "tokens",
+             f"data      {data.path}: {counts['train']['tokens']:,} training and {counts['valid']['tokens']:,} "
+             "validation tokens",
              f"run       {decision.folder}"]
     if precision(ds_config) == "bf16" and not devices.has_bf16_products(device):
-        lines.append("note      this CPU has no bf16 matrix instructions: weights, gradients and ZeRO are bf16, products "
-                     "are formed in fp32 from bf16 operands")
+        lines.append("note      this CPU has no bf16 matrix instructions: weights, gradients and ZeRO are bf16, "
+                     "products are formed in fp32 from bf16 operands")
     return lines
