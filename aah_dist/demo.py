@@ -1,7 +1,7 @@
 """Start the demo with the ranks this machine can carry: `make demo`.
 
-Runs the deepspeed launcher in a process group of its own and passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, so that
-they save a checkpoint and leave together; the launcher by itself would leave them behind.  Extra arguments go to
+Runs the deepspeed launcher in a process group of its own and passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, so
+that they save a checkpoint and leave together; the launcher by itself would leave them behind.  Extra arguments go to
 pretrain.py.
 """
 
@@ -23,7 +23,8 @@ def command(extra: list[str]) -> tuple[list[str], dict[str, str]]:
     """The launcher's command line, and what to set in its environment."""
     from aah_dist.parallel.device import has_gpu
 
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "error", "--master_port", str(free_port())]
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    launcher = [deepspeed, "--log_level", "error", "--master_port", str(free_port())]
     job = [str(REPOSITORY / "aah_dist" / "pretrain.py"), "--ds_config", "ds_configs/zero2.json", *extra]
     quiet = {"PYTHONWARNINGS": "ignore"}
     if has_gpu():

@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
+from ranks import REPOSITORY, run_ranks
 
 from aah_dist.data.prepare import prepare
-from tests.ranks import REPOSITORY, run_ranks
 
 WORDS = "attention head window key query value layer rank step loss token text model data shard row norm".split()
 
@@ -29,6 +29,6 @@ def resilience(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("resilience")
     (folder / "job.json").write_text(json.dumps({"data": str(tiny_data), "out": str(folder)}))
     worker = str(REPOSITORY / "tests" / "resilience_worker.py")
-    for code, output in run_ranks(2, [worker, str(folder / "job.json")], folder, timeout=300):
+    for code, output in run_ranks(2, [worker, str(folder / "job.json")], folder):
         assert code == 0, output[-4000:]
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]

@@ -14,7 +14,7 @@ def inject(fault: str) -> None:
     devices.select_device("cpu", 0)
     from aah_dist.training.trainer import Trainer
 
-    step_of = Trainer.train_step
+    step_of, save = Trainer.train_step, Trainer._save
     patch = pytest.MonkeyPatch()
 
     def failing(self: Trainer, step: int, request: object = None) -> object:
@@ -27,14 +27,19 @@ def inject(fault: str) -> None:
             self.engine.module.register_forward_hook(lambda module, inputs, loss: loss * float("nan"))
         return step_of(self, step, request)
 
+    def failing_save(self: Trainer, done: int, since_log: object) -> None:
+        if (self.folder / "checkpoints").exists():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        save(self, done, since_log)
+
     if fault == "raise":
         patch.setattr(Trainer, "train_step", failing)
     elif fault == "nan":
         patch.setattr(Trainer, "train_step", not_a_number)
     elif fault == "raise-while-starting":
         patch.setattr("aah_dist.parallel.topology.form_groups", lambda *unused: 1 // 0)
-    elif fault == "full-disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+    elif fault == "full-disk-at-second-save":
+        patch.setattr(Trainer, "_save", failing_save)
 
 
 def main() -> int:

@@ -42,7 +42,8 @@ class ProbedTrainer(Trainer):
         if step == 0:
             self.gradients = {}
             for name, parameter in self.engine.module.named_parameters():
-                gradient = parameter.grad if self.engine.zero_optimization_stage() == 0 else safe_get_full_grad(parameter)
+                stage_0 = self.engine.zero_optimization_stage() == 0
+                gradient = parameter.grad if stage_0 else safe_get_full_grad(parameter)
                 self.gradients[name] = self.full(parameter, gradient)
         return super()._update(step)
 
@@ -65,7 +66,8 @@ def run_case(case: dict, job: dict, mpu, device: torch.device) -> dict[str, np.n
                                             "parallel.tensor_parallel_size": job["tp"], **case.get("overrides", {})})
     layout = resolve_layout(config, dist.get_world_size())
     bf16 = case.get("precision") == "bf16"
-    ds_config = build_ds_config({"zero_optimization": {"stage": case["zero"]}, "bf16": {"enabled": bf16}}, config, layout)
+    ds = {"zero_optimization": {"stage": case["zero"]}, "bf16": {"enabled": bf16}}
+    ds_config = build_ds_config(ds, config, layout)
     data = start.open_data(config)
     trainer = ProbedTrainer(config, layout, ds_config, data, mpu, device, Path(job["out"]), None)
     losses, norms, parameters = [], [], {}
@@ -75,8 +77,9 @@ def run_case(case: dict, job: dict, mpu, device: torch.device) -> dict[str, np.n
         norms.append(result.grad_norm)
         if step + 1 == PARAMETERS_AFTER:
             parameters = trainer.parameters()
-    return {"losses": np.array(losses), "norms": np.array(norms),
-            **{f"grad/{k}": v for k, v in trainer.gradients.items()}, **{f"param/{k}": v for k, v in parameters.items()}}
+    gradients = {f"grad/{name}": value for name, value in trainer.gradients.items()}
+    return {"losses": np.array(losses), "norms": np.array(norms), **gradients,
+            **{f"param/{name}": value for name, value in parameters.items()}}
 
 
 def main() -> None:

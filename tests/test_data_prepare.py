@@ -318,10 +318,11 @@ def test_given_validation_text_is_what_is_held_out(text, prepared, tmp_path):
     data = PreparedData(make(text, tmp_path / "data", tokenizer=tokenizer, valid_text=[str(held_out)]))
     assert data.meta["splits"]["train"]["documents"] == 30 and data.meta["splits"]["valid"]["documents"] == 3
     alone = load_tokenizer(data.tokenizer_path)
-    expected = [token for path in sorted(held_out.glob("0*.txt")) for token in [*alone.encode(path.read_text()), data.eod_id]]
+    texts = [path.read_text() for path in sorted(held_out.glob("0*.txt"))]
+    expected = [token for text in texts for token in [*alone.encode(text), data.eod_id]]
     assert np.fromfile(tmp_path / "data" / "valid.bin", dtype=np.uint16).tolist() == expected
 
 
 def test_text_given_for_both_splits_is_refused(text, tmp_path):
-    with pytest.raises(ConfigError, match="000.txt is given as training and as validation text"):
+    with pytest.raises(ConfigError, match=r"000\.txt is given as training and as validation text"):
         make(text, tmp_path / "data", valid_text=[str(text / "000.txt")])

@@ -53,7 +53,8 @@ def full(model: ModelConfig) -> np.ndarray:
 
 def mixed(model: ModelConfig) -> np.ndarray:
     cycle = [1, 3, model.seq_length, 7]
-    return np.array([[cycle[(layer + head) % 4] for head in range(model.num_heads)] for layer in range(model.num_layers)])
+    layers, heads = range(model.num_layers), range(model.num_heads)
+    return np.array([[cycle[(layer + head) % 4] for head in heads] for layer in layers])
 
 
 def batch(model: ModelConfig, vocabulary: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +82,8 @@ def plain_names(model: ModelConfig, gpt: torch.nn.Module) -> dict[str, torch.Ten
         named[ours + "attention.k.weight"] = groups[:, queries].flatten(0, 1)
         named[ours + "attention.v.weight"] = groups[:, queries + 1].flatten(0, 1)
         named[ours + "attention.proj.weight"] = state[theirs + "self_attention.linear_proj.weight"]
-        pairs = {"norm1": "input_layernorm", "norm2": "pre_mlp_layernorm", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
+        pairs = {"norm1": "input_layernorm", "norm2": "pre_mlp_layernorm",
+                 "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
                  "attention.q_norm": "self_attention.q_layernorm", "attention.k_norm": "self_attention.k_layernorm"}
         for name, original in pairs.items():
             for kind in ("weight", "bias"):
@@ -111,7 +113,8 @@ def test_loss_and_gradients_equal_the_plain_model(name: str, windowed: bool):
         parameter.data = parameter.grad
     for key, gradient in plain_names(model, gpt).items():
         expected = plain.get_parameter(key).grad
-        torch.testing.assert_close(gradient.detach(), expected, rtol=1e-4, atol=1e-6 + 1e-5 * float(expected.abs().max()))
+        floor = 1e-6 + 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(gradient.detach(), expected, rtol=1e-4, atol=floor)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,7 +210,8 @@ def test_bf16_products_are_formed_in_fp32_where_the_cpu_has_none(monkeypatch):
     g = torch.randn_like(y)
     dx, dw = torch.autograd.grad(y, (x, w), g)
     torch.testing.assert_close(dx.double(), g.double() @ w.double(), rtol=2 ** -8, atol=1e-5)
-    torch.testing.assert_close(dw.double(), g.double().flatten(0, 1).t() @ x.double().flatten(0, 1), rtol=2 ** -8, atol=1e-4)
+    exact = g.double().flatten(0, 1).t() @ x.double().flatten(0, 1)
+    torch.testing.assert_close(dw.double(), exact, rtol=2 ** -8, atol=1e-4)
 
 
 def test_statistics_sink_sees_every_layer_once():

@@ -23,7 +23,8 @@ def imported(path: Path) -> list[str]:
 
 
 def test_only_one_file_speaks_of_cuda():
-    assert {p.relative_to(PACKAGE).as_posix() for p in SOURCES if "torch.cuda" in p.read_text()} == {"parallel/device.py"}
+    speaking = {path.relative_to(PACKAGE).as_posix() for path in SOURCES if "torch.cuda" in path.read_text()}
+    assert speaking == {"parallel/device.py"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.relative_to(PACKAGE).as_posix())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from aah_dist.attention.backends import BACKENDS, choose
-
 from aah_dist.parallel.device import has_gpu
 
 

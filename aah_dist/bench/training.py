@@ -2,8 +2,8 @@
 
 The variants run in turn, each round in a fresh process with one thread: the plain loop (fp32), this project's trainer
 (fp32, ds_configs/zero2_fp32.json) and the trainer in bf16 (ds_configs/zero2.json).  Tokens/s is the median over a
-process's timed steps, then over the rounds.  Memory is the growth of the resident size from before the model is built (libraries
-loaded, ranks met) to the peak: what weights, gradients, optimizer, activations and buffers take.
+process's timed steps, then over the rounds.  Memory is the growth of the resident size from before the model is
+built (libraries loaded, ranks met) to the peak: what weights, gradients, optimizer, activations and buffers take.
 """
 
 import argparse
@@ -19,15 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-VARIANTS = {"plain PyTorch fp32": None, "aah_dist fp32": "ds_configs/zero2_fp32.json", "aah_dist bf16": "ds_configs/zero2.json"}
+VARIANTS = {"plain PyTorch fp32": None, "aah_dist fp32": "ds_configs/zero2_fp32.json",
+            "aah_dist bf16": "ds_configs/zero2.json"}
 BASE = "plain PyTorch fp32"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, text in (("layers", 4, "layers"), ("hidden", 384, "hidden size"), ("heads", 6, "heads"),
-                                ("length", 512, "T"), ("vocabulary", 4096, "vocabulary size"), ("batch", 4, "samples a step"),
-                                ("steps", 6, "timed steps a round"), ("rounds", 3, "rounds")):
+                                ("length", 512, "T"), ("vocabulary", 4096, "vocabulary size"),
+                                ("batch", 4, "samples a step"), ("steps", 6, "timed steps a round"),
+                                ("rounds", 3, "rounds")):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -39,8 +41,8 @@ def main() -> None:
     print(describe("torch", "deepspeed", "megatron-core"))
     print(f"model     {args.layers} layers, hidden {args.hidden}, {args.heads} heads, T {args.length}, vocabulary "
           f"{args.vocabulary}, {args.batch} samples a step, AdamW, clipping, full attention")
-    print(f"method    one thread, {args.rounds} interleaved rounds of fresh processes, {args.steps} timed steps after 2; "
-          "medians")
+    print(f"method    one thread, {args.rounds} interleaved rounds of fresh processes, {args.steps} timed steps after 2 "
+          "others; medians")
     found = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
         for name in VARIANTS:
@@ -55,8 +57,8 @@ def main() -> None:
 
 def in_new_process(variant: str, argv: list[str]) -> dict:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([sys.executable, "-m", "aah_dist.bench.training", *argv, "--variant", variant], env=environment,
-                         capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "aah_dist.bench.training", *argv, "--variant", variant]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise SystemExit(f"{variant} failed:\n{run.stderr[-3000:]}")
     return json.loads(run.stdout.splitlines()[-1])

@@ -56,7 +56,10 @@ def prepare(text: list[str], tokenizer: str, out_dir: Path, *, valid_fraction: f
                    "valid_documents": int(contents.held_out.sum()) if valid_text else None}
         if _occupied(out_dir):
             return _already_made(out_dir, request, say)
-        valid = _given_valid(contents) if valid_text else choose_valid(contents.characters, contents.keys, valid_fraction)
+        if valid_text:
+            valid = _given_valid(contents)
+        else:
+            valid = choose_valid(contents.characters, contents.keys, valid_fraction)
         say(f"text       {', '.join(text)}: {len(valid):,} documents, {contents.characters.sum():,} characters, "
             f"sha256 {contents.fingerprint[:16]}")
         try:

@@ -13,9 +13,20 @@ from aah_dist.model.core_attention import WindowCoreAttention
 from aah_dist.model.dropout import BiasDropoutAdd, StatelessDropout
 from aah_dist.model.init import initialize
 from aah_dist.model.linear import BiaslessColumnLinear, BiaslessRowLinear, ColumnLinear, RowLinear
-from aah_dist.model.megatron import (AttnMaskType, GPTModel, IdentityOp, MLP, MLPSubmodules, ModuleSpec, SelfAttention,
-                                     SelfAttentionSubmodules, TransformerBlockSubmodules, TransformerConfig,
-                                     TransformerLayer, TransformerLayerSubmodules)
+from aah_dist.model.megatron import (
+    MLP,
+    AttnMaskType,
+    GPTModel,
+    IdentityOp,
+    MLPSubmodules,
+    ModuleSpec,
+    SelfAttention,
+    SelfAttentionSubmodules,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from aah_dist.model.norm import HeadNorm, Norm
 from aah_dist.model.shards import mark_shards
 
@@ -30,7 +41,8 @@ def transformer_config(model: ModelConfig, tp_size: int, sequence_parallel: bool
     return TransformerConfig(
         num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=model.num_heads,
         num_query_groups=model.kv_heads, kv_channels=model.head_dim, ffn_hidden_size=model.ffn_size,
-        gated_linear_unit=model.activation == "swiglu", activation_func=F.silu if model.activation == "swiglu" else F.gelu,
+        gated_linear_unit=model.activation == "swiglu",
+        activation_func=F.silu if model.activation == "swiglu" else F.gelu,
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm", layernorm_epsilon=model.norm_eps,
         qk_layernorm=model.qk_norm, add_bias_linear=model.mlp_bias, add_qkv_bias=False,
         hidden_dropout=model.dropout, attention_dropout=model.attention_dropout_p,
@@ -85,7 +97,7 @@ class WindowGPT(GPTModel):
             state.setdefault(prefix + name, None)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """labels [B, T], logits of this TP rank's vocabulary rows [T, B, V / TP] -> loss per token [B, T], nats, fp32."""
+        """labels [B, T], logits of this rank's vocabulary rows [T, B, V / TP] -> loss per token [B, T], nats, fp32."""
         return super().compute_language_model_loss(labels, self.mask_padding(logits))
 
     def mask_padding(self, logits: torch.Tensor) -> torch.Tensor:
@@ -105,7 +117,8 @@ def layer_spec(model: ModelConfig, layer: int, context: StepContext, tp_rank: in
     shard = {"shard": tp_rank if tp_shards > 1 else 0, "shards": tp_shards}
 
     def bias_dropout_add(site: int) -> ModuleSpec:
-        return ModuleSpec(BiasDropoutAdd, params=dict(p=model.dropout, context=context, layer=layer, site=site, **shard))
+        return ModuleSpec(BiasDropoutAdd, params={"p": model.dropout, "context": context, "layer": layer, "site": site,
+                                                  **shard})
 
     attention = SelfAttentionSubmodules(
         linear_qkv=BiaslessColumnLinear, linear_proj=BiaslessRowLinear, q_layernorm=norm_of_heads,

@@ -10,6 +10,17 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-__all__ = ["AttnMaskType", "GPTModel", "IdentityOp", "MLP", "MLPSubmodules", "ModuleSpec", "SelfAttention",
-           "SelfAttentionSubmodules", "TransformerBlockSubmodules", "TransformerConfig", "TransformerLayer",
-           "TransformerLayerSubmodules"]
+__all__ = [
+           "MLP",
+           "AttnMaskType",
+           "GPTModel",
+           "IdentityOp",
+           "MLPSubmodules",
+           "ModuleSpec",
+           "SelfAttention",
+           "SelfAttentionSubmodules",
+           "TransformerBlockSubmodules",
+           "TransformerConfig",
+           "TransformerLayer",
+           "TransformerLayerSubmodules",
+]

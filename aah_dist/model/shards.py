@@ -5,8 +5,12 @@ up projection one after the other (stride 2): each half is split by itself.
 """
 
 import torch
-from megatron.core.tensor_parallel.layers import (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding,
-                                                  set_tensor_model_parallel_attributes)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from torch import nn
 
 

@@ -91,8 +91,8 @@ def form_process_group(backend: str, timeout_minutes: float) -> None:
         dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ConfigError(f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} (MASTER_PORT) is in use "
-                              "by another program; choose another, for example deepspeed --master_port "
+            raise ConfigError(f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} (MASTER_PORT) is in "
+                              "use by another program; choose another, for example deepspeed --master_port "
                               f"{free_port()}.") from error
         raise
 

@@ -37,7 +37,8 @@ def plan(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int | N
 def memory_lines(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int) -> list[str]:
     parts = memory_per_rank(config, layout, zero_stage(ds_config), precision(ds_config), offloads_optimizer(ds_config),
                             vocab_size)
-    return ["memory    a rank, estimated:"] + [f"  {name:<28}{size / 2**20:>12,.1f} MiB" for name, size in parts.items()]
+    lines = [f"  {name:<28}{size / 2**20:>12,.1f} MiB" for name, size in parts.items()]
+    return ["memory    a rank, estimated:", *lines]
 
 
 def dry_run(config: RunConfig, layout: Layout, ds_config: dict) -> int:

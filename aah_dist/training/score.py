@@ -48,8 +48,8 @@ def score(settings: Settings) -> dict[str, object]:
     config = read_config(checkpoint.path / "config.yaml")
     data = PreparedData(settings.data or Path(config.data.path))
     if data.meta["tokenizer"]["fingerprint"] != checkpoint.manifest["tokenizer_fingerprint"]:
-        raise ConfigError(f"--data {data.path} was made with another tokenizer than checkpoint {checkpoint.path}; prepare the "
-                          "text with the run's tokenizer (prepare_data.py --tokenizer).")
+        raise ConfigError(f"--data {data.path} was made with another tokenizer than checkpoint {checkpoint.path}; "
+                          "prepare the text with the run's tokenizer (prepare_data.py --tokenizer).")
     ranks = launch.discover()
     config.parallel.tensor_parallel_size = settings.tensor_parallel_size
     config.train.micro_batch_size = settings.micro_batch_size
@@ -87,7 +87,8 @@ def show(result: dict[str, object], as_json: bool) -> str:
         return json.dumps(result)
     return "\n".join([
         f"checkpoint        {result['checkpoint']} (step {result['checkpoint_step']})",
-        f"validation loss   {result['val_loss']:.4f} nats a token over {result['samples']} samples, {result['tokens']:,} tokens",
+        f"validation loss   {result['val_loss']:.4f} nats a token over {result['samples']} samples, "
+        f"{result['tokens']:,} tokens",
         f"perplexity        {result['val_ppl']:.2f}",
         f"unigram entropy   {result['valid_unigram_entropy']:.4f} nats a token, whole validation split",
         f"ACR               {result['ACR']:.4f} (mean window / T)",

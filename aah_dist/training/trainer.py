@@ -158,7 +158,7 @@ class Trainer:
         return StepResult(loss, norm, int(reports[:, 3].max()))
 
     def _update(self, step: int) -> float:
-        """The optimizer's step; returns the gradient norm.  ZeRO 1 to 3 skip it themselves if the norm is not finite."""
+        """The optimizer's step; returns the gradient norm.  ZeRO 1 to 3 skip it if the norm is not finite."""
         stage_0 = self.engine.zero_optimization_stage() == 0
         norm = gradient_norm(self.engine, self.mpu) if stage_0 else None
         if norm is None or np.isfinite(norm):
@@ -166,8 +166,8 @@ class Trainer:
         if norm is None:
             norm = gradient_norm(self.engine, self.mpu)
         if not np.isfinite(norm):
-            raise NonFiniteError(f"step {step + 1}: every rank's gradients are finite but their norm is {norm}; stopped "
-                                 f"before the update, parameters are those of step {step}.")
+            raise NonFiniteError(f"step {step + 1}: every rank's gradients are finite but their norm is {norm}; "
+                                 f"stopped before the update, parameters are those of step {step}.")
         return norm
 
     def _exchange(self, loss_sum: torch.Tensor, signal: int) -> np.ndarray:
@@ -232,8 +232,8 @@ class Trainer:
         summary = {"steps": self.config.train.steps, "val_loss": val_loss, "valid_unigram_entropy": entropy}
         run_folder.mark_finished(self.folder, summary)
         if val_loss is not None:
-            say(f"validation loss {val_loss:.4f} nats a token (perplexity {np.exp(val_loss):.1f}); unigram entropy of the "
-                f"held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
+            say(f"validation loss {val_loss:.4f} nats a token (perplexity {np.exp(val_loss):.1f}); unigram entropy of "
+                f"the held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
 
 
 class _Interval:
@@ -275,4 +275,5 @@ def run_facts(ds_config: dict, data: PreparedData, vocab_size: int) -> dict:
     zero = ds_config.get("zero_optimization", {})
     return {"zero_stage": zero_stage(ds_config), "precision": precision(ds_config), "vocab_size": vocab_size,
             "offload": zero.get("offload_optimizer", {}).get("device", "none"),
-            "text_fingerprint": data.meta["text"]["fingerprint"], "tokenizer_fingerprint": data.meta["tokenizer"]["fingerprint"]}
+            "text_fingerprint": data.meta["text"]["fingerprint"],
+            "tokenizer_fingerprint": data.meta["tokenizer"]["fingerprint"]}
