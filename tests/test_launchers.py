@@ -39,8 +39,9 @@ def runs(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for name, launcher in LAUNCHERS.items():
         argv = [part.format(port=free_port()) for part in launcher]
         argv += [PRETRAIN, *OPTIONS, "--train.steps", "3", "--data.path", str(tiny_data)]
-        done = subprocess.run([*argv, "--output_dir", str(base / name)], cwd=base, env=environment(), capture_output=True,
-                              text=True, timeout=300, check=False)
+        argv += ["--output_dir", str(base / name)]
+        done = subprocess.run(argv, cwd=base, env=environment(), capture_output=True, text=True, timeout=300,
+                              check=False)
         assert done.returncode == 0, f"{name}: {done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         found[name] = (base / name, done.stdout)
     return found

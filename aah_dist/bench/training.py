@@ -41,7 +41,7 @@ def main() -> None:
     print(describe("torch", "deepspeed", "megatron-core"))
     print(f"model     {args.layers} layers, hidden {args.hidden}, {args.heads} heads, T {args.length}, vocabulary "
           f"{args.vocabulary}, {args.batch} samples a step, AdamW, clipping, full attention")
-    print(f"method    one thread, {args.rounds} interleaved rounds of fresh processes, {args.steps} timed steps after 2 "
+    print(f"method    one thread, {args.rounds} interleaved rounds of new processes, {args.steps} timed steps after 2 "
           "others; medians")
     found = {name: [] for name in VARIANTS}
     for _ in range(args.rounds):
