@@ -10,7 +10,7 @@ else
 VENV_OPTIONS :=
 CONSTRAINTS := -c constraints/cpu.txt
 endif
-PIP := $(PY) -m pip --disable-pip-version-check --no-input
+PIP := $(PY) -m pip --disable-pip-version-check --no-input -qq
 
 .PHONY: demo test lint clean
 
@@ -26,12 +26,12 @@ lint: .venv/installed-dev
 .venv/installed: setup.cfg pyproject.toml constraints/cpu.txt
 	@echo "installing into .venv (about two minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV_OPTIONS) .venv
-	@$(PIP) install -q $(CONSTRAINTS) -e .
+	@$(PIP) install $(CONSTRAINTS) -e .
 	@touch $@
 
 .venv/installed-dev: .venv/installed
 	@echo "installing test tools into .venv ..."
-	@$(PIP) install -q $(CONSTRAINTS) -e '.[dev,mpi]'
+	@$(PIP) install $(CONSTRAINTS) -e '.[dev,mpi]'
 	@touch $@
 
 .cache/comm_op: .venv/installed

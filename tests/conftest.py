@@ -2,11 +2,13 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, run_ranks
 
+from aah_dist.config import load
 from aah_dist.data.prepare import prepare
 
 WORDS = "attention head window key query value layer rank step loss token text model data shard row norm".split()
@@ -21,6 +23,16 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return prepare([str(folder / "text.txt")], "sentencepiece-bpe:300", folder / "prepared", valid_fraction=0.1,
                    workers=1, one_document_per="line", progress=False)
+
+
+@pytest.fixture
+def frozen_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A demo preset whose figures the configuration tests may name: the real one is tuned now and then."""
+    folder = tmp_path / "package"
+    shutil.copytree(load.FOLDER / "presets", folder / "presets")
+    shutil.copytree(load.FOLDER / "regimes", folder / "regimes")
+    shutil.copy(REPOSITORY / "tests" / "config" / "demo.yaml", folder / "presets" / "demo.yaml")
+    monkeypatch.setattr(load, "FOLDER", folder)
 
 
 @pytest.fixture(scope="session")

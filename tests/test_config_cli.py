@@ -12,6 +12,8 @@ from aah_dist.config.load import base_values, config_hash, load_config, read_con
 from aah_dist.config.parser import FIELDS
 from aah_dist.config.schema import ConfigError, ModelConfig, RunConfig
 
+pytestmark = pytest.mark.usefixtures("frozen_demo")
+
 EXAMPLE = ("--train.steps 20 --train.micro_batch_size 1 --train.global_batch_size 8 --train.seed 0 "
            "--model.seq_length 512 --model.num_layers 4 --model.hidden_size 192 --model.num_heads 12 "
            "--model.num_kv_heads 4 --parallel.tensor_parallel_size 2 --parallel.sequence_parallel true "

@@ -19,8 +19,10 @@ from aah_dist.config.load import load_config
 from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import Layout
 
+pytestmark = pytest.mark.usefixtures("frozen_demo")
+
 LAYOUT = Layout(tp=2, dp=2, accumulation=2, world_size=4)
-CONFIG = load_config("demo")
+CONFIG = load_config(str(Path(__file__).parent / "config" / "demo.yaml"))
 NAMES = {"zero1": ("bf16", 1), "zero2": ("bf16", 2), "zero3": ("bf16", 3), "zero2_offload": ("bf16", 2),
          "zero2_fp32": ("fp32", 2)}
 

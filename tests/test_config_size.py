@@ -7,6 +7,8 @@ from aah_dist.config.schema import ModelConfig
 from aah_dist.config.size import count_parameters, memory_per_rank, padded_vocab_size
 from aah_dist.config.validate import Layout, resolve_layout
 
+pytestmark = pytest.mark.usefixtures("frozen_demo")
+
 
 def test_the_papers_model():
     config = load_config("1b_4096")

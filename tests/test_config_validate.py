@@ -17,6 +17,8 @@ from aah_dist.config.validate import (
 )
 from aah_dist.config.windows import candidate_windows, policy_from_config
 
+pytestmark = pytest.mark.usefixtures("frozen_demo")
+
 
 def configured(**overrides):
     return load_config("demo", overrides={key.replace("__", "."): value for key, value in overrides.items()})

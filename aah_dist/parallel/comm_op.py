@@ -84,6 +84,7 @@ if __name__ == "__main__":
 
     try:
         if not has_gpu():  # GPU ranks talk through NCCL
+            os.environ["DS_ACCELERATOR"] = "cpu"
             load()
     except ConfigError as error:
         sys.exit(f"error: {error}")
