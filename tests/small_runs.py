@@ -12,13 +12,14 @@ from aah_dist.training import checkpoint as checkpoints
 
 OPTIONS = {
     "ds_config": "ds_configs/zero2_fp32.json", "data.text": None, "model.num_layers": 2, "model.hidden_size": 48,
-    "model.num_heads": 4, "model.seq_length": 40, "model.dropout": 0.1, "train.steps": 8, "train.micro_batch_size": 14,
+    "model.num_heads": 4, "model.seq_length": 40, "model.dropout": 0.1, "model.position": "learned",
+    "model.norm": "layernorm", "train.steps": 8, "train.micro_batch_size": 14,
     "train.global_batch_size": 28, "train.warmup_steps": 2, "train.eval_interval": 4, "train.eval_samples": 4,
     "checkpoint.interval": 2, "log.interval": 1, "log.progress_bar": "off",
 }
 LAYOUT = Layout(tp=1, dp=1, accumulation=2, world_size=1)
-FACTS = {"zero_stage": 2, "precision": "fp32", "offload": "none", "vocab_size": 300, "text_fingerprint": "text",
-         "tokenizer_fingerprint": "tokenizer"}
+FACTS = {"zero_stage": 2, "precision": "fp32", "grad_accum_dtype": "fp32", "offload": "none", "vocab_size": 300,
+         "text_fingerprint": "text", "tokenizer_fingerprint": "tokenizer"}
 
 
 def command_line(data: Path, output_dir: Path, **changes: object) -> list[str]:

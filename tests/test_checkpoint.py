@@ -123,7 +123,7 @@ def strip_manifest(path: Path) -> None:
 
 DAMAGE = [(truncate, "is 3 bytes; 7 bytes were written"), (remove, "is missing; 7 bytes were written"),
           (remove_manifest, "has no manifest.json"), (empty_manifest, "cannot be read"),
-          (strip_manifest, "manifest.json lacks dp, offload")]
+          (strip_manifest, "manifest.json lacks dp, grad_accum_dtype, offload")]
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGE)

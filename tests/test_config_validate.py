@@ -10,7 +10,6 @@ from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import (
     Layout,
     check_resume,
-    check_resume_layout,
     notes,
     resolve_decay_steps,
     resolve_layout,
@@ -186,24 +185,6 @@ def test_a_resume_may_not_change(overrides, parts):
 
 def test_a_resume_may_not_change_the_regime():
     assert "aah.policy was fixed_window" in error_of(check_resume, configured(), load_config("demo", "full_attention"))
-
-
-BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
-
-
-@pytest.mark.parametrize("world, tp, ds, parts", [
-    (4, 1, BF16, ["parallel.tensor_parallel_size was 2", "is 1"]),
-    (8, 2, BF16, ["number of ranks was 4", "is 8"]),
-    (4, 2, {**BF16, "zero_optimization": {"stage": 3}}, ["ZeRO stage was 2", "is 3"]),
-    (4, 2, {**BF16, "bf16": {"enabled": False}}, ["precision was bf16", "is fp32"]),
-    (4, 2, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, ["data_types was", "is {'grad_accum_dtype': 'bf16'}"]),
-])
-def test_a_resume_keeps_the_layout(world, tp, ds, parts):
-    old = Layout(2, 2, 2, 4)
-    check_resume_layout(old, old, BF16, dict(BF16))
-    text = error_of(check_resume_layout, old, Layout(tp, world // tp, 1, world), BF16, ds)
-    for part in parts:
-        assert part in text
 
 
 def test_decay_steps_survive_any_number_of_extensions():

@@ -160,6 +160,7 @@ def test_different_run_is_refused_before_its_first_checkpoint_too(tmp_path: Path
     (replace(LAYOUT, dp=4), {}, "data-parallel size .* 1, this run has 4"),
     (LAYOUT, {"zero_stage": 3}, "ZeRO stage of ds_config 2, this run has 3"),
     (LAYOUT, {"precision": "bf16"}, "precision of ds_config fp32, this run has bf16"),
+    (LAYOUT, {"grad_accum_dtype": "bf16"}, "grad_accum_dtype of ds_config fp32, this run has bf16"),
     (LAYOUT, {"vocab_size": 512}, "vocabulary size 300, this run has 512"),
     (LAYOUT, {"text_fingerprint": "other"}, "the text of data.path text, this run has other"),
     (LAYOUT, {"tokenizer_fingerprint": "other"}, "the tokenizer of data.path tokenizer, this run has other"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, List, Mapping, Optional, Tuple
+from typing import List, Optional, Tuple
 
-from aah_dist.config.deepspeed import precision, zero_stage
 from aah_dist.config.schema import ConfigError, RunConfig
 
 MAY_CHANGE = {
@@ -100,21 +99,6 @@ def check_resume(old: RunConfig, new: RunConfig) -> None:
             if before[name] != after[name] and name not in MAY_CHANGE.get(section, ()):
                 raise ConfigError(f"{section}.{name} was {before[name]} in this run and is {after[name]} now; a resume "
                                   "may not change it: put it back, or choose another --output_dir.")
-
-
-def check_resume_layout(old: Layout, new: Layout, old_ds: Mapping[str, Any], new_ds: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless ranks, ZeRO stage, precision and offload are those the run was started with."""
-    pairs = {
-        "parallel.tensor_parallel_size": (old.tp, new.tp),
-        "the number of ranks": (old.world_size, new.world_size),
-        "the DeepSpeed configuration's ZeRO stage": (zero_stage(old_ds), zero_stage(new_ds)),
-        "the DeepSpeed configuration's precision": (precision(old_ds), precision(new_ds)),
-        "the DeepSpeed configuration's data_types": (old_ds.get("data_types"), new_ds.get("data_types")),
-    }
-    for name, (before, after) in pairs.items():
-        if before != after:
-            raise ConfigError(f"{name} was {before} in this run and is {after} now; a run resumes in the layout it was "
-                              "started in.")
 
 
 def resolve_decay_steps(new: RunConfig, old: Optional[RunConfig] = None) -> Tuple[int, str]:

@@ -40,16 +40,17 @@ def appearing_whole(folder: Path) -> Iterator[Path]:
         yield partial
         for directory, _, names in os.walk(partial, topdown=False):
             for name in names:
-                _sync(Path(directory, name))
-            _sync(Path(directory))
+                sync(Path(directory, name))
+            sync(Path(directory))
         os.rename(partial, folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from aah_dist.config.schema import ModelConfig
+from aah_dist.config.size import padded_vocab_size
 from aah_dist.model.context import ATTENTION_OUTPUT, EMBEDDING, MLP_OUTPUT, StepContext
 from aah_dist.model.core_attention import WindowCoreAttention
 from aah_dist.model.dropout import BiasDropoutAdd, StatelessDropout
@@ -29,11 +30,6 @@ from aah_dist.model.megatron import (
 )
 from aah_dist.model.norm import HeadNorm, Norm
 from aah_dist.model.shards import mark_shards
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Embedding rows: the vocabulary rounded up to `multiple`, which does not depend on TP."""
-    return -(-vocab_size // multiple) * multiple
 
 
 def transformer_config(model: ModelConfig, tp_size: int, sequence_parallel: bool,
@@ -149,7 +145,7 @@ def build_gpt(model: ModelConfig, vocab_size: int, context: StepContext, *, tp_r
         warnings.simplefilter("ignore", DeprecationWarning)
         gpt = WindowGPT(
             config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),
-            vocab_size=padded_vocab_size(vocab_size, model.vocab_multiple), max_sequence_length=model.positions,
+            vocab_size=padded_vocab_size(model, vocab_size), max_sequence_length=model.positions,
             parallel_output=True, share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope" if model.position == "rope" else "learned_absolute",
             rotary_base=model.rope_base, true_vocab_size=vocab_size)

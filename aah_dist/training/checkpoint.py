@@ -28,14 +28,15 @@ from torch import nn
 from aah_dist.config.load import save_config
 from aah_dist.config.schema import ConfigError, RankError, RunConfig
 from aah_dist.config.validate import Layout
+from aah_dist.data.folder import sync
 from aah_dist.model.shards import cut, is_split, join
 from aah_dist.training.engine import refuse_code_in_checkpoints
 from aah_dist.training.run_folder import write_atomically
 
 _NAME = re.compile(r"step_(\d{8})")
 FORMAT = 1
-_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "offload", "vocab_size",
-            "text_fingerprint", "tokenizer_fingerprint"}
+_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "grad_accum_dtype", "offload",
+            "vocab_size", "text_fingerprint", "tokenizer_fingerprint"}
 
 
 class CheckpointError(RuntimeError):
@@ -184,21 +185,13 @@ def _seal(partial: Path, final: Path, step: int, config: RunConfig, layout: Layo
     manifest = {"format": FORMAT, "step": step, "tp": layout.tp, "dp": layout.dp, "windows": windows.tolist(),
                 **facts, "files": files}
     for name in files:
-        _sync(partial / name)
+        sync(partial / name)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))
-    _sync(partial)
+    sync(partial)
     if final.exists():
         shutil.rmtree(final)
     os.rename(partial, final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.parent)
 
 
 def prune(folder: Path, keep: int, always: list[int]) -> None:
@@ -226,6 +219,7 @@ def check_layout(checkpoint: Checkpoint, layout: Layout, facts: dict) -> None:
     here = {"tp": layout.tp, "dp": layout.dp, **facts}
     names = {"tp": "parallel.tensor_parallel_size", "dp": "data-parallel size (ranks / TP)",
              "zero_stage": "the ZeRO stage of ds_config", "precision": "the precision of ds_config",
+             "grad_accum_dtype": "data_types.grad_accum_dtype of ds_config",
              "offload": "optimizer offload of ds_config", "vocab_size": "the tokenizer's vocabulary size",
              "text_fingerprint": "the text of data.path", "tokenizer_fingerprint": "the tokenizer of data.path"}
     for key, name in names.items():

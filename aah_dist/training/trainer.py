@@ -274,6 +274,7 @@ def run_facts(ds_config: dict, data: PreparedData, vocab_size: int) -> dict:
     """What a checkpoint remembers of the engine and the data besides the configuration."""
     zero = ds_config.get("zero_optimization", {})
     return {"zero_stage": zero_stage(ds_config), "precision": precision(ds_config), "vocab_size": vocab_size,
+            "grad_accum_dtype": ds_config.get("data_types", {}).get("grad_accum_dtype", "fp32"),
             "offload": zero.get("offload_optimizer", {}).get("device", "none"),
             "text_fingerprint": data.meta["text"]["fingerprint"],
             "tokenizer_fingerprint": data.meta["tokenizer"]["fingerprint"]}
