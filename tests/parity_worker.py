@@ -29,7 +29,7 @@ BASE = {
     "model.num_layers": 2, "model.hidden_size": 48, "model.num_heads": 4, "model.seq_length": 40,
     "model.position": "learned", "model.norm": "layernorm",
     "aah.windows": [3, 16, 40], "aah.policy": "fixed_window", "aah.fixed_window": [3, 40, 16, 1],
-    "train.steps": 30, "train.micro_batch_size": 2, "train.global_batch_size": 8, "train.warmup_steps": 0,
+    "train.steps": 30, "train.micro_batch_size": 2, "train.global_batch_size": 4, "train.warmup_steps": 0,
     "train.lr": 1e-3, "train.min_lr": 1e-4,
 }
 

@@ -1,7 +1,7 @@
 """One process with full attention against a plain PyTorch loop of the same model: python -m aah_dist.bench.training
 
-The variants run in turn, each round in a fresh process with one thread: the plain loop (fp32), this project's trainer
-(fp32, ds_configs/zero2_fp32.json) and the trainer in bf16 (ds_configs/zero2.json).  Tokens/s is the median over a
+The variants run in turn, each round in a fresh process with one thread: the plain loop (fp32), and this project's
+trainer in fp32 without ZeRO, in fp32 with ds_configs/zero2_fp32.json, and in bf16 with ds_configs/zero2.json.  Tokens/s is the median over a
 process's timed steps, then over the rounds.  Memory is the growth of the resident size from before the model is
 built (libraries loaded, ranks met) to the peak: what weights, gradients, optimizer, activations and buffers take.
 """
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-VARIANTS = {"plain PyTorch fp32": None, "aah_dist fp32": "ds_configs/zero2_fp32.json",
-            "aah_dist bf16": "ds_configs/zero2.json"}
+VARIANTS = {"plain PyTorch fp32": None, "fp32, ZeRO 0": {}, "fp32, ZeRO 2": "ds_configs/zero2_fp32.json",
+            "bf16, ZeRO 2": "ds_configs/zero2.json"}
 BASE = "plain PyTorch fp32"
 
 
@@ -151,7 +151,8 @@ def trainer_builder(config, args: argparse.Namespace):
 
     ranks = launch.discover()
     layout = resolve_layout(config, 1)
-    ds_config = build_ds_config(read_ds_config(VARIANTS[args.variant]), config, layout)
+    ds = VARIANTS[args.variant]
+    ds_config = build_ds_config(read_ds_config(ds) if isinstance(ds, str) else ds, config, layout)
     device = devices.select_device("cpu", 0)
     mpu = start.join_job(config, ranks, 1, device)
 
