@@ -1,9 +1,10 @@
 """One process with full attention against a plain PyTorch loop of the same model: python -m aah_dist.bench.training
 
 The variants run in turn, each round in a fresh process with one thread: the plain loop (fp32), and this project's
-trainer in fp32 without ZeRO, in fp32 with ds_configs/zero2_fp32.json, and in bf16 with ds_configs/zero2.json.  Tokens/s is the median over a
-process's timed steps, then over the rounds.  Memory is the growth of the resident size from before the model is
-built (libraries loaded, ranks met) to the peak: what weights, gradients, optimizer, activations and buffers take.
+trainer in fp32 without ZeRO, in fp32 with ds_configs/zero2_fp32.json, and in bf16 with ds_configs/zero2.json.
+Tokens/s is the median over a process's timed steps, then over the rounds.  Memory is the growth of the resident size
+from before the model is built (libraries loaded, ranks met) to the peak: what weights, gradients, optimizer,
+activations and buffers take.
 """
 
 import argparse
