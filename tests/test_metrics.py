@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from small_runs import records, small_config
 
+from aah_dist.training.evaluation import perplexity
 from aah_dist.training.metrics import Progress, Recorder
 from aah_dist.training.run_folder import cut_back
 
@@ -196,3 +197,10 @@ def test_log_line(capsys: pytest.CaptureFixture) -> None:
                  "ACR 0.469", "elapsed 0:00:00", "eta 0:00:00", "val loss 5.0000 ppl 148.4"):
         assert part in line
     assert line.count("\n") == 1 and "mfu" not in line
+
+
+def test_an_infinite_perplexity_is_null_in_the_records(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, small_config(tmp_path), 0)
+    recorder.metrics(1, {"val/loss": 1000.0, "val/ppl": perplexity(1000.0)})
+    recorder.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "val/loss": 1000.0, "val/ppl": None}

@@ -18,6 +18,11 @@ def batch_tensors(rows: list[np.ndarray], device: torch.device) -> tuple[torch.T
     return tokens, torch.arange(tokens.shape[1], device=device).expand_as(tokens), labels
 
 
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats; inf above what a double holds (the paper's initial weights start at such losses)."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 def validation_loss(forward: Callable[..., torch.Tensor], model: nn.Module, rows: TokenRows, samples: int, *,
                     micro_batch_size: int, dp_rank: int, dp_size: int, dp_group: dist.ProcessGroup,
                     device: torch.device) -> tuple[float, int]:

@@ -4,6 +4,7 @@ Rank 0 only.  Nothing here may stop or slow a run: trouble with a service is sai
 """
 
 import json
+import math
 import os
 import secrets
 import sys
@@ -34,7 +35,10 @@ class Recorder:
         self._services = [service for service in services if service is not None]
 
     def metrics(self, step: int, values: dict[str, object]) -> None:
-        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no infinity: a perplexity too large for a double becomes null.
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                  for key, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._each_service(lambda service: service.log(step, values))
 
     def policy(self, step: int, windows: np.ndarray) -> None:
@@ -159,7 +163,7 @@ class Progress:
         parts += [f"mem {memory / 1024:.2f} GiB", f"ACR {values['aah/ACR']:.3f}", f"elapsed {_clock(elapsed)}",
                   f"eta {_clock(left)}"]
         if "val/loss" in values:
-            parts.append(f"| val loss {values['val/loss']:.4f} ppl {values['val/ppl']:.1f}")
+            parts.append(f"| val loss {values['val/loss']:.4f} ppl {values['val/ppl']:.4g}")
         say("  ".join(parts))
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Scoring a checkpoint on validation text, outside of a run."""
 
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from aah_dist.model.gpt import build_gpt
 from aah_dist.parallel import device as devices
 from aah_dist.parallel import launch, topology
 from aah_dist.training import checkpoint as checkpoints
-from aah_dist.training.evaluation import validation_loss
+from aah_dist.training.evaluation import perplexity, validation_loss
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def score(settings: Settings) -> dict[str, object]:
     devices.synchronize(device)
     length = config.model.seq_length
     return {"checkpoint": str(checkpoint.path), "checkpoint_step": checkpoint.step, "val_loss": loss,
-            "val_ppl": math.exp(loss), "valid_unigram_entropy": data.valid_unigram_entropy, "tokens": tokens,
+            "val_ppl": perplexity(loss), "valid_unigram_entropy": data.valid_unigram_entropy, "tokens": tokens,
             "samples": tokens // length, "ACR": acr(checkpoint.windows, length),
             "exact_pair_ratio": exact_pair_ratio(checkpoint.windows, length),
             "tok_s": tokens / (time.monotonic() - began), "layout": f"TP {layout.tp} x DP {layout.dp}"}
@@ -89,7 +88,7 @@ def show(result: dict[str, object], as_json: bool) -> str:
         f"checkpoint        {result['checkpoint']} (step {result['checkpoint_step']})",
         f"validation loss   {result['val_loss']:.4f} nats a token over {result['samples']} samples, "
         f"{result['tokens']:,} tokens",
-        f"perplexity        {result['val_ppl']:.2f}",
+        f"perplexity        {result['val_ppl']:.4g}",
         f"unigram entropy   {result['valid_unigram_entropy']:.4f} nats a token, whole validation split",
         f"ACR               {result['ACR']:.4f} (mean window / T)",
         f"exact pair ratio  {result['exact_pair_ratio']:.4f} (causal query-key pairs kept)",

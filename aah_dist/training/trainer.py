@@ -23,7 +23,7 @@ from aah_dist.parallel.topology import DeepSpeedMPU
 from aah_dist.training import checkpoint as checkpoints
 from aah_dist.training import run_folder, signals
 from aah_dist.training.engine import build_engine, gradient_norm, set_learning_rate
-from aah_dist.training.evaluation import batch_tensors, validation_loss
+from aah_dist.training.evaluation import batch_tensors, perplexity, validation_loss
 from aah_dist.training.flops import training_flops_per_token
 from aah_dist.training.metrics import Progress, Recorder, say
 from aah_dist.training.schedule import learning_rate
@@ -105,7 +105,7 @@ class Trainer:
                     if "train/loss" in values:
                         progress.line(done, values)
                     elif "val/loss" in values:
-                        say(f"step {done}: val loss {values['val/loss']:.4f} ppl {values['val/ppl']:.1f}")
+                        say(f"step {done}: val loss {values['val/loss']:.4f} ppl {values['val/ppl']:.4g}")
                 if stop or done == config.steps or self._save_due(done):
                     self._save(done, since_log)
                     saved_at = done
@@ -213,7 +213,7 @@ class Trainer:
                                       micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.dp_rank,
                                       dp_size=self.layout.dp, dp_group=self.mpu.get_data_parallel_group(),
                                       device=self.device)
-        return loss, {"val/loss": loss, "val/ppl": float(np.exp(loss)), "perf/eval_time_s": time.monotonic() - began}
+        return loss, {"val/loss": loss, "val/ppl": perplexity(loss), "perf/eval_time_s": time.monotonic() - began}
 
     def _save_due(self, done: int) -> bool:
         settings = self.config.checkpoint
@@ -232,8 +232,8 @@ class Trainer:
         summary = {"steps": self.config.train.steps, "val_loss": val_loss, "valid_unigram_entropy": entropy}
         run_folder.mark_finished(self.folder, summary)
         if val_loss is not None:
-            say(f"validation loss {val_loss:.4f} nats a token (perplexity {np.exp(val_loss):.1f}); unigram entropy of "
-                f"the held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
+            say(f"validation loss {val_loss:.4f} nats a token (perplexity {perplexity(val_loss):.4g}); unigram entropy "
+                f"of the held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
 
 
 class _Interval:
