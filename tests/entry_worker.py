@@ -28,7 +28,7 @@ def inject(fault: str) -> None:
         return step_of(self, step, request)
 
     def failing_save(self: Trainer, done: int, since_log: object) -> None:
-        if (self.folder / "checkpoints").exists():
+        if done == 2 * self.config.checkpoint.interval:
             resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
         save(self, done, since_log)
 
