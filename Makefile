@@ -14,10 +14,10 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input -qq
 
 .PHONY: demo test lint clean
 
-demo: .venv/installed .cache/comm_op  ## train the demo on real text, to a finished run
+demo: .venv/installed .cache/ops  ## train the demo on real text, to a finished run
 	@$(PY) -m aah_dist.demo $(ARGS)
 
-test: .venv/installed-dev .cache/comm_op  ## everything that a CPU machine can check
+test: .venv/installed-dev .cache/ops  ## everything that a CPU machine can check
 	@$(PY) -m pytest -q $(ARGS)
 
 lint: .venv/installed-dev
@@ -34,8 +34,8 @@ lint: .venv/installed-dev
 	@$(PIP) install $(CONSTRAINTS) -e '.[dev,mpi]'
 	@touch $@
 
-.cache/comm_op: .venv/installed
-	@$(PY) -m aah_dist.parallel.comm_op
+.cache/ops: .venv/installed
+	@$(PY) -m aah_dist.parallel.ops
 	@touch $@
 
 clean:  ## remove what was installed and built; runs and data stay

@@ -24,7 +24,7 @@ def command(extra: list[str]) -> tuple[list[str], dict[str, str]]:
     from aah_dist.parallel.device import has_gpu
 
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
-    launcher = [deepspeed, "--log_level", "error", "--master_port", str(free_port())]
+    launcher = [deepspeed, "--log_level", "critical", "--master_port", str(free_port())]
     job = [str(REPOSITORY / "aah_dist" / "pretrain.py"), "--ds_config", "ds_configs/zero2.json", *extra]
     quiet = {"PYTHONWARNINGS": "ignore"}
     if has_gpu():

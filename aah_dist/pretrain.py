@@ -26,18 +26,21 @@ def main() -> int:
     policy_from_config(config)
 
     # Only now the slow imports: a mistake in the arguments is answered at once.
+    print(f"starting {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} ...", flush=True)
     from aah_dist.parallel import device as devices
     from aah_dist.training import signals, start
     from aah_dist.training.checkpoint import open_checkpoint
     from aah_dist.training.describe import dry_run, plan, what_next
+    from aah_dist.training.engine import check_engine_config
     from aah_dist.training.trainer import Trainer, run_facts
 
     device = devices.select_device(config.parallel.device, ranks.local_rank)
     devices.set_threads(device, ranks.local_size)
+    check_engine_config(ds_config)
     if flags.dry_run:
         return dry_run(config, layout, ds_config)
     start.prepare_data(config, ranks)
-    mpu = start.join_job(config, ranks, layout.tp, device)
+    mpu = start.join_job(config, ds_config, layout.tp, device)
     data = start.open_data(config)
     facts = run_facts(ds_config, data, config.model.vocab_size or data.vocab_size)
     decision = start.on_rank0(lambda: start.open_run(config, layout, facts), device)

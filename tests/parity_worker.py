@@ -88,7 +88,7 @@ def main() -> None:
     config = load_config("demo", overrides={**BASE, "data.path": job["data"]})
     ranks = launch.discover()
     device = devices.select_device("cpu", ranks.local_rank)
-    mpu = start.join_job(config, ranks, job["tp"], device)
+    mpu = start.join_job(config, {}, job["tp"], device)
     install = engines.install_tp_gradient_sum
     for name, case in job["cases"].items():
         engines.install_tp_gradient_sum = (lambda *_: 0) if case.get("mutant") == "no_tp_gradient_sum" else install

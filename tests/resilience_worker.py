@@ -87,7 +87,7 @@ class Lab:
         self.micro = len(self.data.split("train", SETTINGS["model.seq_length"])) // 14
         batch = {"train.micro_batch_size": self.micro, "train.global_batch_size": 4 * self.micro}
         self.config = load_config("demo", overrides={**SETTINGS, **batch, "data.path": job["data"]})
-        self.mpu = start.join_job(self.config, ranks, 1, self.device)
+        self.mpu = start.join_job(self.config, {}, 1, self.device)
         self.layout: Layout = resolve_layout(self.config, ranks.world_size)
         self.rank = dist.get_rank()
 

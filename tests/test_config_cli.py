@@ -236,3 +236,26 @@ def test_presets_and_regimes_say_what_they_are_for():
 def test_importing_the_schema_does_not_import_the_parser():
     code = "import sys, aah_dist.config.schema; sys.exit('jsonargparse' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def test_the_presets_text_is_not_put_under_another_path():
+    config, _ = parse_args(["--data.path", "data/books"])
+    assert config.data.text is None and config.data.tokenizer is None
+    config, _ = parse_args(["--data.path=data/books", "--data.text", "[books]", "--data.tokenizer", "gpt2/"])
+    assert config.data.text == ["books"] and config.data.tokenizer == "gpt2/"
+    assert load_config(overrides={"data.path": "data/books"}).data.text is None
+    assert parse_args([])[0].data.text == ["stdlib"]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--output_dir="], "output_dir is empty"),
+    (["--model.rope_base", "0"], "model.rope_base is 0; it must be at least 2"),
+    (["--train.lr", "1e-3", "--train.min_lr", "1"], "train.min_lr 1.0 is above train.lr 0.001"),
+])
+def test_values_out_of_range(argv, words):
+    assert words in error_of(parse_args, argv)
+
+
+def test_a_yaml_key_given_twice_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: {num_layers: 2, num_layers: 3}\n")
+    assert "key num_layers is given twice" in error_of(load_config, str(tmp_path / "a.yaml"))

@@ -168,3 +168,18 @@ def test_deepspeed_accepts_what_is_built(name, monkeypatch):
     assert (accepted.train_batch_size, accepted.gradient_accumulation_steps) == (16, 4)
     assert accepted.zero_optimization_stage == NAMES[name][1]
     assert accepted.bfloat16_config.enabled == (NAMES[name][0] == "bf16")
+
+
+@pytest.mark.parametrize("ds, words", [
+    ({"bf16": {"enabled": "yes"}, "zero_optimization": {"stage": 2}}, "bf16.enabled is 'yes'; it must be true"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "needs an nvme_path"),
+])
+def test_half_given_sections(ds, words):
+    assert words in error_of(build_ds_config, ds, CONFIG, LAYOUT)
+
+
+def test_deepspeeds_own_schema_is_asked_before_a_run():
+    from aah_dist.training.engine import check_engine_config
+
+    ds = build_ds_config({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, CONFIG, LAYOUT)
+    assert "ds_config zero_optimization.reduce_bucket_size is 'big'" in error_of(check_engine_config, ds)

@@ -165,7 +165,7 @@ def test_a_resume_may_change(overrides):
     ({"train__seed": 3}, ["train.seed was 0", "is 3"]),
     ({"train__global_batch_size": 32}, ["train.global_batch_size was 16", "is 32"]),
     ({"train__lr": 1.0}, ["train.lr was 0.002", "is 1.0"]),
-    ({"train__min_lr": 1.0}, ["train.min_lr was 0.0002", "is 1.0"]),
+    ({"train__min_lr": 0.001}, ["train.min_lr was 0.0002", "is 0.001"]),
     ({"train__warmup_steps": 1}, ["train.warmup_steps was 20", "is 1"]),
     ({"train__beta2": 0.5}, ["train.beta2 was 0.95", "is 0.5"]),
     ({"train__weight_decay": 0.0}, ["train.weight_decay was 0.1", "is 0.0"]),

@@ -86,10 +86,10 @@ def test_busy_port_is_one_sentence(tiny_data: Path, tmp_path: Path) -> None:
         ended = subprocess.run([sys.executable, REPOSITORY / "aah_dist" / "pretrain.py",
                                 *command_line(tiny_data, tmp_path / "run")], cwd=tmp_path, text=True, timeout=120,
                                env=environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                                               MASTER_PORT=port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                                               MASTER_PORT=port), capture_output=True)
     assert ended.returncode == 2
-    assert ended.stdout.startswith(f"error: port {port} of 127.0.0.1 (MASTER_PORT) is in use by another program")
-    assert len(ended.stdout.splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert ended.stderr.startswith(f"error: port {port} of 127.0.0.1 (MASTER_PORT) is in use by another program")
+    assert len(ended.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
 def test_ranks_that_the_layout_does_not_divide(tiny_data: Path, tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_ranks_that_the_layout_does_not_divide(tiny_data: Path, tmp_path: Path) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_absent_gpu_is_one_sentence(tiny_data: Path, tmp_path: Path) -> None:
     code, output = pretrain(1, command_line(tiny_data, tmp_path / "run", parallel__device="cuda"), tmp_path)[0]
-    assert (code, len(output.splitlines())) == (2, 1)
-    assert output.startswith("error: parallel.device is cuda, but this machine has no usable GPU")
+    assert (code, len(output.splitlines())) == (2, 2) and output.startswith("starting 1 rank ...\n")
+    assert output.splitlines()[1].startswith("error: parallel.device is cuda, but this machine has no usable GPU")
 
 
 def test_rank_without_a_gpu_of_its_own_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,12 +150,12 @@ def trainer_builder(config, args: argparse.Namespace):
     from aah_dist.training import start
     from aah_dist.training.trainer import Trainer
 
-    ranks = launch.discover()
+    launch.discover()
     layout = resolve_layout(config, 1)
     ds = VARIANTS[args.variant]
     ds_config = build_ds_config(read_ds_config(ds) if isinstance(ds, str) else ds, config, layout)
     device = devices.select_device("cpu", 0)
-    mpu = start.join_job(config, ranks, 1, device)
+    mpu = start.join_job(config, ds_config, 1, device)
 
     def build():
         folder = Path(tempfile.gettempdir())

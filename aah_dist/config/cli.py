@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
-from aah_dist.config.load import base_values, build_config, to_yaml
+from aah_dist.config.load import base_values, build_config, own_text_only, to_yaml
 from aah_dist.config.parser import FLAGS, last_value, parse_command_line, typed_values
 from aah_dist.config.schema import ConfigError, RunConfig
 
@@ -32,6 +32,8 @@ def parse_args(argv: Optional[Sequence[str]] = None, prog: str = "pretrain.py") 
     base = typed_values(base_values(preset, last_value(argv, "--regime")), f"preset {preset}")
     values = parse_command_line(argv, base, prog)
     flags = {name: values.pop(name) for name in FLAGS}
+    given = {field for field in ("path", "text", "tokenizer") if last_value(argv, f"--data.{field}") is not None}
+    own_text_only(values["data"], given)
     config = build_config(values)
     if flags["print_config"]:
         print(to_yaml(config), end="")

@@ -137,6 +137,14 @@ def _check_keys(ds: DsConfig) -> None:
 
 
 def _check_precision(ds: DsConfig) -> None:
+    for key in ("bf16", "fp16"):
+        enabled = _section(ds, key).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ConfigError(f"ds_config {key}.enabled is {enabled!r}; it must be true or false.")
+    offload = _section(_section(ds, "zero_optimization"), "offload_optimizer", "zero_optimization.")
+    if offload.get("device") == "nvme" and not offload.get("nvme_path"):
+        raise ConfigError("ds_config zero_optimization.offload_optimizer.device is nvme, which needs an nvme_path; or "
+                          "offload to cpu.")
     if _section(ds, "fp16").get("enabled", False):
         raise ConfigError("ds_config fp16.enabled is true, which is not supported; enable bf16 instead.")
     bf16 = _section(ds, "bf16")

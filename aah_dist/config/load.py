@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Set, Union
 
 import yaml
 
@@ -31,7 +31,18 @@ def load_config(preset: str = "demo", regime: Optional[str] = None,
             values.setdefault(section, {})[name] = value
         else:
             values[key] = value
+    if overrides:
+        own_text_only(values.setdefault("data", {}), {key[5:] for key in overrides if key.startswith("data.")})
     return build_config(typed_values(values, "the configuration"))
+
+
+def own_text_only(data: Values, given: Set[str]) -> None:
+    """The preset's text and tokenizer belong to the preset's path: a mistyped data.path must not be filled with it.
+
+    data: the section's values, changed in place. given: the fields of it that the user set.
+    """
+    if "path" in given:
+        data.update({name: None for name in ("text", "tokenizer") if name not in given})
 
 
 def base_values(preset: str, regime: Optional[str]) -> Values:
@@ -94,11 +105,22 @@ def _read_named(kind: str, name: str) -> Values:
     return values
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Safe loading that refuses a key given twice, of which YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path, kind: str) -> Values:
     if not path.is_file():
         raise ConfigError(f"{kind} file {path} does not exist.")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{kind} file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     except OSError as error:

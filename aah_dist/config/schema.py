@@ -83,6 +83,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _at_least("model", self, 1, "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size",
                   "seq_length", "max_positions", "vocab_size", "vocab_multiple")
+        _at_least("model", self, 2, "rope_base")
         _fraction("model", self, "dropout", "attention_dropout")
         if self.hidden_size % self.num_heads:
             raise ConfigError(f"model.hidden_size {self.hidden_size} is not a multiple of model.num_heads "
@@ -214,6 +215,9 @@ class TrainConfig:
         _at_least("train", self, 1, "steps", "micro_batch_size", "global_batch_size", "eval_samples", "decay_steps")
         _at_least("train", self, 0, "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "eval_interval")
         _fraction("train", self, "beta1", "beta2")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"train.min_lr {self.min_lr} is above train.lr {self.lr}; the cosine falls from lr to "
+                              "min_lr, so lower min_lr as well.")
         if self.eps <= 0:
             raise ConfigError(f"train.eps is {self.eps}; it must be above 0.")
 
@@ -290,6 +294,10 @@ class RunConfig:
     regime: str = "full_attention"
     ds_config: str = "ds_configs/zero2.json"
     output_dir: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        if self.output_dir is not None and not self.output_dir.strip():
+            raise ConfigError("output_dir is empty; name a folder, or leave it out for runs/PRESET.")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -78,6 +78,9 @@ def notes(config: RunConfig, layout: Layout) -> List[str]:
     if config.train.warmup_steps >= config.train.steps:
         found.append(f"train.warmup_steps {config.train.warmup_steps} is not below train.steps {config.train.steps}: "
                      "the learning rate never reaches train.lr.")
+    late = [step for step in config.checkpoint.steps if step > config.train.steps]
+    if late:
+        found.append(f"checkpoint.steps {late} lie beyond train.steps {config.train.steps}.")
     return found
 
 

@@ -87,7 +87,8 @@ def read_metadata(folder: Path) -> dict:
     """metadata.json of a prepared folder. Raises ConfigError where there is none or it cannot be read."""
     path = folder / METADATA
     if not folder.is_dir():
-        raise ConfigError(f"data.path {folder} is not a folder of prepared data; make it with prepare_data.py.")
+        raise ConfigError(f"data.path {folder} is not a folder of prepared data; make it with python "
+                          "aah_dist/prepare_data.py.")
     if not path.is_file():
         raise ConfigError(f"data.path {folder} holds no {METADATA}; give a folder written by prepare_data.py.")
     try:

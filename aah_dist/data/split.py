@@ -32,6 +32,7 @@ def choose_valid(characters: np.ndarray, keys: np.ndarray, fraction: float) -> n
         side = "validation" if not held_out.any() else "training"
         share = sizes.min() / sizes.sum()
         raise ConfigError(f"valid_fraction {fraction} leaves the {side} split empty: there are {len(unique)} different "
-                          f"documents, the smallest of which holds {share:.2g} of the text; use smaller documents "
-                          "(one_document_per line), more of them, or another fraction.")
+                          f"documents, the smallest of which holds {share:.2g} of the text; give the validation "
+                          "text (--valid_text), a larger --valid_fraction, or smaller documents "
+                          "(--one_document_per line).")
     return held_out[group]

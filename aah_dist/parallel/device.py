@@ -72,7 +72,8 @@ def has_bf16_products(device: torch.device) -> bool:
 def describe(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads a rank)"
+    threads = torch.get_num_threads()
+    return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''} a rank)"
 
 
 # Dense bf16 tensor-core peaks, in FLOP/s, from the vendors' data sheets (without sparsity).

@@ -6,6 +6,7 @@ taken at their word; under mpiexec the ranks are found through mpi4py; a bare `p
 
 import contextlib
 import io
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def attach_deepspeed(backend: str, timeout_minutes: float) -> None:
     """DeepSpeed's view of the process group that exists, with the same timeout."""
     os.environ["DEEPSPEED_TIMEOUT"] = str(max(1, round(timeout_minutes)))
     import deepspeed
+    from deepspeed.utils import logger
 
+    logger.setLevel(logging.ERROR)
     with contextlib.redirect_stdout(io.StringIO()):  # it prints that its op was built, at every start
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(minutes=timeout_minutes), verbose=False)

@@ -239,7 +239,8 @@ def load(engine: object, checkpoint: Checkpoint) -> None:
             path, state = engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     except pickle.UnpicklingError as error:
         raise RankError(f"a file of checkpoint {checkpoint.path} holds more than tensors and plain values, or is "
-                        "damaged; it is not loaded.") from error
+                        "damaged; it is not loaded; move that folder away to continue from the checkpoint before "
+                        "it.") from error
     except RuntimeError as error:
         if "PytorchStreamReader" not in str(error):
             raise

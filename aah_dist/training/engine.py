@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from aah_dist.config.schema import TrainConfig
+from aah_dist.config.schema import ConfigError, TrainConfig
 from aah_dist.model.shards import is_split
 from aah_dist.parallel.gradients import FiniteWatch, install_tp_gradient_sum
 from aah_dist.parallel.topology import DeepSpeedMPU
@@ -43,6 +43,24 @@ def build_engine(model: nn.Module, ds_config: dict, train: TrainConfig, mpu: Dee
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, train), config=ds_config,
                                       mpu=mpu, dist_init_required=False)
     return engine, watch
+
+
+def check_engine_config(ds_config: dict) -> None:
+    """Let DeepSpeed's own schemas read the sections whose types only they know.
+
+    Raises: ConfigError naming the key, the value and what DeepSpeed says of it.
+    """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    for section, schema in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+        try:
+            schema(**ds_config.get(section, {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in (section, *first["loc"]))
+            raise ConfigError(f"ds_config {key} is {first['input']!r}: {first['msg']}.") from None
 
 
 def set_learning_rate(engine: object, value: float) -> None:

@@ -3,7 +3,9 @@
 import errno
 import logging
 import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from aah_dist.training import signals
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PEER_LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out")
+_TIME_TO_SPEAK = 3.0  # launchers end the other ranks when one leaves: rank 0, which prints, has to be first
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -43,9 +46,13 @@ def run_main(main: Callable[[], int]) -> None:
     rank = this_rank()
     if rank > 0:
         sys.stdout = open(os.devnull, "w")
+    # Until the trainer listens there is nothing to save.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = main()
     except ConfigError as error:
+        if rank > 0 and not isinstance(error, RankError):
+            time.sleep(_TIME_TO_SPEAK)
         _leave(f"error: {error}" if rank == 0 or isinstance(error, RankError) else "", signals.EXIT_MISUSE)
     except KeyboardInterrupt:
         _leave("interrupted" if rank == 0 else "", 130)

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import torch
 
-from aah_dist.config.deepspeed import precision
+from aah_dist.config.deepspeed import offloads_optimizer, precision
 from aah_dist.config.load import read_config, to_yaml
 from aah_dist.config.schema import ConfigError, RunConfig
 from aah_dist.config.validate import Layout, check_resume, resolve_decay_steps
 from aah_dist.data.dataset import PreparedData, check_tokenizer
-from aah_dist.parallel import comm_op, launch, topology
 from aah_dist.parallel import device as devices
+from aah_dist.parallel import launch, ops, topology
 from aah_dist.training import checkpoint as checkpoints
 from aah_dist.training import run_folder
 
@@ -38,7 +38,12 @@ def open_data(config: RunConfig) -> PreparedData:
     """Raises: ConfigError if the prepared data is missing, damaged, or not what the configuration says."""
     data = PreparedData(Path(config.data.path))
     tokenizer = config.data.tokenizer
-    if tokenizer is not None and not tokenizer.startswith("sentencepiece-"):
+    if tokenizer is not None and tokenizer.startswith("sentencepiece-"):
+        made_with = data.meta["request"]["tokenizer"]
+        if tokenizer != made_with:
+            raise ConfigError(f"data.tokenizer is {tokenizer}, but {config.data.path} was made with {made_with}; leave "
+                              "it unset, or prepare another folder.")
+    elif tokenizer is not None:
         check_tokenizer(data, tokenizer)
     if config.model.vocab_size is not None and config.model.vocab_size < data.vocab_size:
         raise ConfigError(f"model.vocab_size {config.model.vocab_size} is below the {data.vocab_size} tokens of "
@@ -46,11 +51,13 @@ def open_data(config: RunConfig) -> PreparedData:
     return data
 
 
-def join_job(config: RunConfig, ranks: launch.Ranks, tp: int, device: torch.device) -> topology.DeepSpeedMPU:
+def join_job(config: RunConfig, ds_config: dict, tp: int, device: torch.device) -> topology.DeepSpeedMPU:
     """Meet the other ranks and form all process groups."""
     timeout = config.parallel.timeout_minutes
     if device.type == "cpu":
-        comm_op.load()
+        ops.load(ops.COMMUNICATION)
+    if offloads_optimizer(ds_config):
+        ops.load(ops.CPU_ADAM)
     backend = devices.communication_backend(device)
     launch.form_process_group(backend, timeout)
     launch.attach_deepspeed(backend, timeout)
@@ -104,6 +111,8 @@ def open_run(config: RunConfig, layout: Layout, facts: dict) -> Start:
     if chosen is not None and chosen.step > config.train.steps:
         raise ConfigError(f"train.steps {config.train.steps} is below step {chosen.step} of checkpoint {chosen.path}; "
                           "a run can be extended, not shortened.")
+    if old is None and (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"output_dir {folder} holds a metrics.jsonl but no run's config.yaml; choose another folder.")
     decay_steps, sentence = resolve_decay_steps(config, old)
     config.train.decay_steps = decay_steps
     folder.mkdir(parents=True, exist_ok=True)

@@ -232,8 +232,10 @@ class Trainer:
         summary = {"steps": self.config.train.steps, "val_loss": val_loss, "valid_unigram_entropy": entropy}
         run_folder.mark_finished(self.folder, summary)
         if val_loss is not None:
-            say(f"validation loss {val_loss:.4f} nats a token (perplexity {perplexity(val_loss):.4g}); unigram entropy "
-                f"of the held-out text {entropy:.4f}; ratio {val_loss / entropy:.3f}")
+            samples = min(self.config.train.eval_samples, len(self.valid_rows))
+            say(f"validation loss {val_loss:.4f} nats a token over {samples} samples (perplexity "
+                f"{perplexity(val_loss):.4g}); unigram entropy of the held-out text {entropy:.4f}; ratio "
+                f"{val_loss / entropy:.3f}")
 
 
 class _Interval:

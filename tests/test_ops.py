@@ -1,4 +1,4 @@
-"""Loading DeepSpeed's CPU communication op: one process at a time, and no lock outlives its holder."""
+"""Loading DeepSpeed's compiled ops: one process at a time, and no lock outlives its holder."""
 
 import io
 import os
@@ -12,7 +12,7 @@ import pytest
 from ranks import environment
 
 from aah_dist.config.schema import ConfigError
-from aah_dist.parallel import comm_op
+from aah_dist.parallel import ops
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_first_load_builds_and_says_so(builds: list[bool]) -> None:
     log = io.StringIO()
-    comm_op.load(log)
-    comm_op.load(log)
+    ops.load(ops.COMMUNICATION, log)
+    ops.load(ops.COMMUNICATION, log)
     assert builds == [False, False]
     assert log.getvalue() == "building DeepSpeed's CPU communication op, once (one to two minutes) ...\n"
 
@@ -46,7 +46,7 @@ def test_lock_of_a_killed_build_is_cleared(builds: list[bool], tmp_path: Path) -
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     log = io.StringIO()
-    comm_op.load(log)
+    ops.load(ops.COMMUNICATION, log)
     assert builds == [False]
     assert log.getvalue().startswith("cleared the lock of a build that was interrupted\n")
 
@@ -57,7 +57,7 @@ def test_second_process_waits_for_the_first_and_outlives_its_death(builds: list[
     holder = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "deepspeed_shm_comm.flock")],
                               stdout=subprocess.PIPE, text=True, env=environment())
     assert holder.stdout.readline() == "held\n"
-    waiting = threading.Thread(target=comm_op.load, args=(None,))
+    waiting = threading.Thread(target=ops.load, args=(ops.COMMUNICATION, None))
     waiting.start()
     waiting.join(timeout=1)
     assert waiting.is_alive() and builds == []
@@ -69,6 +69,6 @@ def test_second_process_waits_for_the_first_and_outlives_its_death(builds: list[
 
 def test_missing_compiler_is_one_sentence(builds: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler and none was found; install g\+\+"):
-        comm_op.load(None)
+    with pytest.raises(ConfigError, match=r"op needs a C\+\+ compiler and none was found; install g\+\+"):
+        ops.load(ops.COMMUNICATION, None)
     assert builds == []

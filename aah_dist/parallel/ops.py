@@ -1,10 +1,10 @@
-"""DeepSpeed's shared-memory communication op for CPU ranks: built once, by one process, in the project's own cache.
+"""DeepSpeed's compiled ops: each built once, by one process, in the project's own cache.
 
-DeepSpeed compiles it at first use (one to two minutes).  Its lock is a plain file: a build killed half-way leaves it
+DeepSpeed compiles an op at first use (one to two minutes).  Its lock is a plain file: a build killed half-way leaves it
 behind and every later run waits for it in silence.  Here a kernel lock (flock), which dies with its holder, is taken
 around every load: whoever holds it knows that a lock file still lying there is stale.
 
-`python -m aah_dist.parallel.comm_op` builds it ahead of time.
+`python -m aah_dist.parallel.ops` builds what CPU ranks need ahead of time.
 """
 
 import fcntl
@@ -12,12 +12,24 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from aah_dist.config.schema import ConfigError
 
-_NAME = "deepspeed_shm_comm"
+
+@dataclass(frozen=True)
+class Op:
+    """builder: DeepSpeed's class; name: of the library; words: for the user."""
+
+    builder: str
+    name: str
+    words: str
+
+
+COMMUNICATION = Op("ShareMemCommBuilder", "deepspeed_shm_comm", "DeepSpeed's CPU communication op")
+CPU_ADAM = Op("CPUAdamBuilder", "cpu_adam", "DeepSpeed's CPU Adam op")
 
 
 def extensions_dir() -> Path:
@@ -30,8 +42,8 @@ def extensions_dir() -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
-def load(log: TextIO | None = sys.stderr) -> None:
-    """Build the op if it is not there yet and load it into this process; says what it waits for on `log`.
+def load(op: Op, log: TextIO | None = sys.stderr) -> None:
+    """Build `op` if it is not there yet and load it into this process; says what it waits for on `log`.
 
     Raises: ConfigError if there is no compiler.
     """
@@ -39,25 +51,25 @@ def load(log: TextIO | None = sys.stderr) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # ninja comes with the environment of this Python, which is not on PATH when the environment is not activated.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    with open(folder / f"{_NAME}.flock", "w") as mutex:
-        _lock(mutex, log)
-        build = folder / _NAME
+    with open(folder / f"{op.name}.flock", "w") as mutex:
+        _lock(mutex, op, log)
+        build = folder / op.name
         if (build / "lock").exists():
             (build / "lock").unlink()
             _say(log, "cleared the lock of a build that was interrupted")
-        if not (build / f"{_NAME}.so").exists():
+        if not (build / f"{op.name}.so").exists():
             if not any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++")):
-                raise ConfigError("DeepSpeed's CPU communication needs a C++ compiler and none was found; install g++.")
-            _say(log, "building DeepSpeed's CPU communication op, once (one to two minutes) ...")
+                raise ConfigError(f"{op.words} needs a C++ compiler and none was found; install g++.")
+            _say(log, f"building {op.words}, once (one to two minutes) ...")
         began = time.monotonic()
         from deepspeed.accelerator import get_accelerator
 
-        get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+        get_accelerator().create_op_builder(op.builder).load(verbose=False)
         if time.monotonic() - began > 20:
             _say(log, f"built in {time.monotonic() - began:.0f} s")
 
 
-def _lock(mutex: TextIO, log: TextIO | None) -> None:
+def _lock(mutex: TextIO, op: Op, log: TextIO | None) -> None:
     try:
         fcntl.flock(mutex, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,7 +81,7 @@ def _lock(mutex: TextIO, log: TextIO | None) -> None:
                 return
             except BlockingIOError:
                 if not announced and time.monotonic() - waited_since > 5:
-                    _say(log, "waiting for another process that builds DeepSpeed's CPU communication op ...")
+                    _say(log, f"waiting for another process that builds {op.words} ...")
                     announced = True
                 time.sleep(0.2)
 
@@ -85,6 +97,6 @@ if __name__ == "__main__":
     try:
         if not has_gpu():  # GPU ranks talk through NCCL
             os.environ["DS_ACCELERATOR"] = "cpu"
-            load()
+            load(COMMUNICATION)
     except ConfigError as error:
         sys.exit(f"error: {error}")
