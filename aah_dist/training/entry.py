@@ -52,6 +52,7 @@ def run_main(main: Callable[[], int]) -> None:
         code = main()
     except ConfigError as error:
         if rank > 0 and not isinstance(error, RankError):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_TIME_TO_SPEAK)
         _leave(f"error: {error}" if rank == 0 or isinstance(error, RankError) else "", signals.EXIT_MISUSE)
     except KeyboardInterrupt:
