@@ -64,30 +64,30 @@ class Contents:
     keys: np.ndarray
     per_block: list[int]
     held_out: np.ndarray
-    _block_digests: list[bytes] = field(repr=False)
+    _checksums: list[int] = field(repr=False)
 
     @classmethod
     def collect(cls, scans: Iterable[Scan]) -> Contents:
         """Raises ConfigError where there is no document."""
-        whole, digests, characters, keys, held_out = hashlib.sha256(), [], [], [], []
+        whole, checksums, characters, keys, held_out = hashlib.sha256(), [], [], [], []
         for scan in scans:
             whole.update(scan.digests)
-            digests.append(hashlib.sha256(scan.digests).digest())
+            checksums.append(scan.checksum)
             characters.append(scan.characters)
             keys.append(scan.keys)
             held_out.append(np.full(len(scan.keys), scan.held_out))
         if not sum(map(len, keys)):
             raise ConfigError("the text holds no documents: every file or line is empty.")
         return cls(whole.hexdigest(), np.concatenate(characters), np.concatenate(keys), list(map(len, keys)),
-                   np.concatenate(held_out), digests)
+                   np.concatenate(held_out), checksums)
 
     def same_blocks(self, encoded: Iterable[Tokens]) -> Iterator[Tokens]:
         """Pass on the second reading. Raises ConfigError where it differs from the first."""
         read = 0
         for block in encoded:
-            if read == len(self._block_digests) or hashlib.sha256(block.digests).digest() != self._block_digests[read]:
+            if read == len(self._checksums) or block.checksum != self._checksums[read]:
                 raise ConfigError("the text changed while it was being prepared; start again when it is complete.")
             read += 1
             yield block
-        if read != len(self._block_digests):
+        if read != len(self._checksums):
             raise ConfigError("the text became shorter while it was being prepared; start again when it is complete.")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -29,20 +30,22 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class Scan:
     """What is known of a block's documents before they are encoded: their sha256 digests one after the other, their
-    characters (int64 [documents]) and keys drawn from (seed, content) (uint64 [documents]). held_out: of the block."""
+    characters (int64 [documents]) and keys drawn from (seed, content) (uint64 [documents]). held_out, checksum: of the
+    block."""
 
     digests: bytes
     characters: np.ndarray
     keys: np.ndarray
     held_out: bool
+    checksum: int
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A block's documents as tokens [sum of lengths], each ending with the end-of-document token; lengths and digests
-    are theirs, as in Scan."""
+    """A block's documents as tokens [sum of lengths], each ending with the end-of-document token; lengths are theirs.
+    checksum: of the block, as in Scan."""
 
-    digests: bytes
+    checksum: int
     tokens: np.ndarray
     lengths: np.ndarray
 
@@ -53,20 +56,28 @@ def scan_block(json_key: str, seed: int, block: Block) -> Scan:
     salt = b"%d " % seed
     keys = b"".join(hashlib.sha256(salt + digest).digest()[:8] for digest in digests)
     characters = np.array([len(text) for text in found], dtype=np.int64)
-    return Scan(b"".join(digests), characters, np.frombuffer(keys, dtype="<u8"), block.held_out)
+    return Scan(b"".join(digests), characters, np.frombuffer(keys, dtype="<u8"), block.held_out,
+                _checksum(block))
+
+
+def _checksum(block: Block) -> int:
+    """CRC-32 of the block's bytes: enough to notice that a file changed between the two passes, and cheap."""
+    value = 0
+    for _, _, data in block.parts:
+        value = zlib.crc32(data, value)
+    return value
 
 
 def encode_block(json_key: str, tokenizer: Path, dtype: type, block: Block) -> Tokens:
     encoder = _tokenizer(tokenizer)
     eod = np.array([encoder.eod_id], dtype=np.int32)
-    digests, pieces, lengths = [], [], []
+    pieces, lengths = [], []
     for text in documents(block, json_key):
-        digests.append(hashlib.sha256(text.encode()).digest())
         ids = encoder.encode_array(text)
         pieces += [ids, eod]
         lengths.append(len(ids) + 1)
     tokens = np.concatenate(pieces).astype(dtype) if pieces else np.zeros(0, dtype=dtype)
-    return Tokens(b"".join(digests), tokens, np.array(lengths, dtype=np.int64))
+    return Tokens(_checksum(block), tokens, np.array(lengths, dtype=np.int64))
 
 
 @lru_cache(maxsize=1)
