@@ -22,16 +22,16 @@ def load_builder() -> type:
 
 
 class TokenWriter:
-    """PREFIX.bin and PREFIX.idx, through Megatron's own builder; counts what passes.
+    """PREFIX.bin and PREFIX.idx, through Megatron's own builder.
 
-    token_counts: int64 [vocab_size], how often each token was written.
+    documents, tokens: how many were written. vocab_size: of the tokens, for their type and their distribution.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self._prefix = prefix
         self._builder = load_builder()(f"{prefix}.bin", dtype=token_dtype(vocab_size))
-        self.documents = 0
-        self.token_counts = np.zeros(vocab_size, dtype=np.int64)
+        self._vocab_size = vocab_size
+        self.documents = self.tokens = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Append documents: tokens [sum of lengths] one after the other, lengths int64 [documents]."""
@@ -42,16 +42,14 @@ class TokenWriter:
         # The builder took them for one document of many sequences; each is a document.
         self._builder.document_indices[-1:] = range(first + 1, first + 1 + len(lengths))
         self.documents += len(lengths)
-        self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+        self.tokens += len(tokens)
 
     def finish(self) -> None:
         self._builder.finalize(f"{self._prefix}.idx")
 
-    @property
-    def tokens(self) -> int:
-        return int(self.token_counts.sum())
-
     def unigram_entropy(self) -> float:
-        """-sum p ln p in nats, p the written tokens' own distribution."""
-        p = self.token_counts[self.token_counts > 0] / self.tokens
+        """-sum p ln p in nats, p the written tokens' own distribution; after finish."""
+        written = np.memmap(f"{self._prefix}.bin", dtype=token_dtype(self._vocab_size), mode="r")
+        counts = np.bincount(written, minlength=self._vocab_size)
+        p = counts[counts > 0] / self.tokens
         return float(-(p * np.log(p)).sum())
