@@ -203,3 +203,10 @@ def test_two_jobs_do_not_write_one_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert run_folder.choose_output_dir(unnamed) == Path("runs/demo")
     run_folder.mark_finished(tmp_path / "runs" / "demo", {})
     assert run_folder.choose_output_dir(unnamed) == Path("runs/demo-2"), "a finished run is not overwritten"
+
+
+def test_records_of_something_else_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(ConfigError, match=r"holds a metrics.jsonl but no run's config.yaml"):
+        open_run(small_config(tmp_path), LAYOUT, FACTS)
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
