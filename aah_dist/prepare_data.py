@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
                              "stdlib (default: stdlib)")
     parser.add_argument("--output_dir", metavar="DIR", type=Path,
                         help="folder to make; it appears when it is complete (default for stdlib: data/stdlib)")
-    parser.add_argument("--tokenizer", default="sentencepiece-unigram:4096", metavar="TOKENIZER",
+    parser.add_argument("--tokenizer", default="sentencepiece-bpe:1024", metavar="TOKENIZER",
                         help="sentencepiece-unigram:SIZE or sentencepiece-bpe:SIZE (trained on the text), a "
                              "sentencepiece .model file, or a Hugging Face tokenizer folder (default: %(default)s)")
     parser.add_argument("--one_document_per", choices=("file", "line"), default="file",

@@ -326,3 +326,12 @@ def test_given_validation_text_is_what_is_held_out(text, prepared, tmp_path):
 def test_text_given_for_both_splits_is_refused(text, tmp_path):
     with pytest.raises(ConfigError, match=r"000\.txt is given as training and as validation text"):
         make(text, tmp_path / "data", valid_text=[str(text / "000.txt")])
+
+
+def test_the_scripts_defaults_are_the_demos_data():
+    """Preparing the standard library by hand and then running the demo must fit together."""
+    from aah_dist.config.load import load_config
+
+    shown = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True).stdout
+    demo = load_config("demo").data
+    assert f"(default: {demo.tokenizer})" in " ".join(shown.split()) and demo.path == "data/stdlib"

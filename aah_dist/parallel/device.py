@@ -104,12 +104,5 @@ def memory(device: torch.device) -> dict[str, float]:
     return info
 
 
-def memory_limit(device: torch.device) -> int:
-    """Bytes of memory of the device (of the whole machine on CPU)."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
-
-
 def generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device=device)

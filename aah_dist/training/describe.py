@@ -25,7 +25,8 @@ def plan(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int | N
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads"
         f"{f' ({model.kv_heads} kv)' if model.kv_heads != model.num_heads else ''}, T {model.seq_length}; {size}",
         f"windows   {config.aah.policy}: {used} (heads x keys, over all layers)",
-        f"layout    {layout.world_size} ranks = TP {layout.tp} x DP {layout.dp}, ZeRO {stage}, {kind}"
+        f"layout    {layout.world_size} rank{'s' if layout.world_size > 1 else ''} = TP {layout.tp} x DP {layout.dp}, "
+        f"ZeRO {stage}, {kind}"
         f"{', sequence parallel' if config.parallel.sequence_parallel and layout.tp > 1 else ''}"
         f"{', optimizer on the CPU' if offloads_optimizer(ds_config) else ''}",
         f"batch     {train.global_batch_size} samples = micro {train.micro_batch_size} x DP {layout.dp} x accumulation "
