@@ -1,4 +1,4 @@
-"""Start the demo with the ranks this machine can carry: `make demo`.
+"""Start the demo with the ranks this machine can carry, and report the finished run: `make demo`.
 
 Runs the deepspeed launcher in a process group of its own and passes SIGINT, SIGTERM and SIGUSR1 on to the ranks, so
 that they save a checkpoint and leave together; the launcher by itself would leave them behind.  Extra arguments go to
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from aah_dist.config.parser import last_value
 from aah_dist.parallel.launch import free_port
 
 CPU_RANKS = 4
@@ -55,9 +56,30 @@ def run(argv: list[str], environment: dict[str, str]) -> int:
         if not ranks:
             os.killpg(launcher.pid, signal.SIGTERM)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, forward)
-    return launcher.wait()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    code = launcher.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return code
+
+
+def finished_runs(extra: list[str]) -> dict[Path, int]:
+    """The finished runs that a job with these options may have written, and when each was marked so (ns)."""
+    folders = list(Path("runs").glob("*"))
+    output_dir = last_value(extra, "--output_dir")
+    if output_dir:
+        folders.append(Path(output_dir))
+    marks = [folder / "finished.json" for folder in folders]
+    return {mark.parent: mark.stat().st_mtime_ns for mark in marks if mark.is_file()}
+
+
+def report(folder: Path) -> int:
+    """Report a run; returns the exit code, after saying what a failure leaves intact."""
+    code = subprocess.run([sys.executable, str(REPOSITORY / "aah_dist" / "report.py"), str(folder)],
+                          check=False).returncode
+    if code:
+        print(f"the run in {folder} is finished and intact; its report failed with exit code {code}", file=sys.stderr)
+    return code
 
 
 def main() -> int:
@@ -65,7 +87,11 @@ def main() -> int:
     shown = [Path(argv[0]).name, *(str(Path(a).relative_to(REPOSITORY)) if a.startswith(str(REPOSITORY)) else a
                                    for a in argv[1:])]
     print(" ".join([f"{key}={value}" for key, value in environment.items()] + shown), flush=True)
-    return run(argv, environment)
+    before = finished_runs(sys.argv[1:])
+    code = run(argv, environment)
+    # A folder marked since the start is this job's; none is after --help, --dry_run, or for a run finished before.
+    new = {folder: mark for folder, mark in finished_runs(sys.argv[1:]).items() if before.get(folder) != mark}
+    return report(max(new, key=new.get)) if code == 0 and new else code
 
 
 if __name__ == "__main__":

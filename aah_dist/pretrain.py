@@ -15,7 +15,7 @@ from aah_dist.training.entry import run_main  # noqa: E402
 def main() -> int:
     from aah_dist.config.cli import parse_args
     from aah_dist.config.deepspeed import build_ds_config, read_ds_config
-    from aah_dist.config.validate import resolve_layout
+    from aah_dist.config.validate import resolve_head_blocks, resolve_layout
     from aah_dist.config.windows import policy_from_config
     from aah_dist.parallel import launch
 
@@ -24,6 +24,7 @@ def main() -> int:
     layout = resolve_layout(config, ranks.world_size)
     ds_config = build_ds_config(read_ds_config(config.ds_config), config, layout)
     policy_from_config(config)
+    resolve_head_blocks(config, layout)
 
     # Only now the slow imports: a mistake in the arguments is answered at once.
     print(f"starting {ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} ...", flush=True)
@@ -44,7 +45,7 @@ def main() -> int:
     data = start.open_data(config)
     facts = run_facts(ds_config, data, config.model.vocab_size or data.vocab_size)
     decision = start.on_rank0(lambda: start.open_run(config, layout, facts), device)
-    config.train.decay_steps = decision.decay_steps
+    config.train.decay_steps, config.aah.head_blocks = decision.decay_steps, decision.head_blocks
     print("\n".join(plan(config, layout, ds_config, config.model.vocab_size or data.vocab_size)
                     + start.facts(decision, data, device, ds_config) + decision.remarks), flush=True)
 

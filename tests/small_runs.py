@@ -9,11 +9,12 @@ from aah_dist.config.load import load_config, save_config
 from aah_dist.config.schema import RunConfig
 from aah_dist.config.validate import Layout
 from aah_dist.training import checkpoint as checkpoints
+from aah_dist.training.policy import PolicyState
 
 OPTIONS = {
     "ds_config": "ds_configs/zero2_fp32.json", "data.text": None, "model.num_layers": 2, "model.hidden_size": 48,
     "model.num_heads": 4, "model.seq_length": 40, "model.dropout": 0.1, "model.position": "learned",
-    "model.norm": "layernorm", "train.steps": 8, "train.micro_batch_size": 14,
+    "model.norm": "layernorm", "aah.head_blocks": 1, "train.steps": 8, "train.micro_batch_size": 14,
     "train.global_batch_size": 28, "train.warmup_steps": 2, "train.eval_interval": 4, "train.eval_samples": 4,
     "checkpoint.interval": 2, "log.interval": 1, "log.progress_bar": "off",
 }
@@ -41,7 +42,8 @@ def fake_checkpoint(config: RunConfig, step: int, layout: Layout = LAYOUT, facts
     partial = final.with_name(final.name + ".partial")
     partial.mkdir(parents=True)
     (partial / "state.pt").write_bytes(b"tensors")
-    checkpoints._seal(partial, final, step, config, layout, np.full((2, 4), 40), facts or FACTS)
+    policy = PolicyState(np.full((2, 4), 40), {}, {})
+    checkpoints._seal(partial, final, step, config, layout, policy, facts or FACTS)
     save_config(config, folder / "config.yaml")
     return final
 

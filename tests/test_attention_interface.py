@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aah_dist.attention import backends, window_attention
-from aah_dist.attention.windows import acr, exact_pair_ratio, pairs
+from aah_dist.config.pairs import acr, exact_pair_ratio, pairs
 from aah_dist.config.schema import ConfigError
 
 

@@ -118,12 +118,12 @@ def empty_manifest(path: Path) -> None:
 
 
 def strip_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
+    (path / "manifest.json").write_text(json.dumps({"format": checkpoints.FORMAT, "files": {}}))
 
 
 DAMAGE = [(truncate, "is 3 bytes; 7 bytes were written"), (remove, "is missing; 7 bytes were written"),
           (remove_manifest, "has no manifest.json"), (empty_manifest, "cannot be read"),
-          (strip_manifest, "manifest.json lacks dp, grad_accum_dtype, offload")]
+          (strip_manifest, "manifest.json lacks controller, dp, grad_accum_dtype, offload")]
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGE)

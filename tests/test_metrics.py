@@ -44,17 +44,17 @@ def test_cut_back_completes_a_last_line_without_its_end(tmp_path: Path) -> None:
 def test_resumed_records_hold_every_step_and_policy_once(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     first = Recorder(tmp_path, config, 0)
-    first.policy(0, WINDOWS)
+    first.policy(0, {"windows": WINDOWS.tolist()})
     for step in range(6):
         first.metrics(step, {"train/loss": 5.0})
-    first.policy(4, WINDOWS[::-1])
+    first.policy(4, {"windows": WINDOWS[::-1].tolist()})
     first.close()
     second = Recorder(tmp_path, config, 3)
-    second.policy(3, WINDOWS)
+    second.policy(3, {"windows": WINDOWS.tolist()})
     for step in range(4, 7):
         second.metrics(step, {"train/loss": 4.0})
-    second.policy(5, WINDOWS[::-1])
-    second.policy(6, WINDOWS[::-1])
+    second.policy(5, {"windows": WINDOWS[::-1].tolist()})
+    second.policy(6, {"windows": WINDOWS[::-1].tolist()})
     second.close()
     assert [(line["step"], line["train/loss"]) for line in records(tmp_path / "metrics.jsonl")] == [
         (0, 5.0), (1, 5.0), (2, 5.0), (3, 5.0), (4, 4.0), (5, 4.0), (6, 4.0)]

@@ -219,7 +219,7 @@ def test_statistics_sink_sees_every_layer_once():
         def __init__(self):
             self.seen = []
 
-        def write(self, layer, q, k, v, out):
+        def write(self, layer, q, k, v, out, windows, scale):
             self.seen.append((layer, tuple(q.shape), tuple(k.shape), tuple(out.shape)))
 
     gpt, context = build(STANDARD, full(STANDARD))

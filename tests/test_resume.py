@@ -137,7 +137,7 @@ def test_extension_keeps_the_end_of_the_cosine(tmp_path: Path) -> None:
     ({"train__seed": 1}, "train.seed was 0 in this run and is 1 now"),
     ({"train__lr": 0.5}, "train.lr was"),
     ({"model__norm": "rmsnorm"}, "model.norm was layernorm in this run and is rmsnorm now"),
-    ({"aah__policy": "full_attention", "aah__fixed_window": None}, "aah.policy was fixed_window in this run and is"),
+    ({"aah__policy": "full_attention"}, "aah.policy was adaptive in this run and is"),
     ({"train__steps": 5}, "train.steps 5 is below step 6 of checkpoint"),
     ({"checkpoint__resume": "none"}, "checkpoint.resume is none, but"),
 ])

@@ -9,7 +9,7 @@ from ranks import REPOSITORY
 PACKAGE = REPOSITORY / "aah_dist"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A room may import the rooms before it; entry scripts stand above all.
-ROOMS = ["config", "data", "parallel", "attention", "model", "training", "bench"]
+ROOMS = ["config", "data", "parallel", "attention", "control", "model", "training", "bench"]
 
 
 def imported(path: Path) -> list[str]:
@@ -36,6 +36,14 @@ def test_imports_run_one_way(path: Path):
         parts = name.split(".")
         if parts[0] == "aah_dist" and parts[1] in ROOMS:
             assert ROOMS.index(parts[1]) <= ROOMS.index(room), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("room", ["control", "attention"])
+def test_a_policy_and_statistics_are_all_that_passes(room: str):
+    """The controller knows no attention code, and attention no controller."""
+    other = {"control": "attention", "attention": "control"}[room]
+    for path in (PACKAGE / room).glob("*.py"):
+        assert not [name for name in imported(path) if name.startswith(f"aah_dist.{other}")], path
 
 
 def test_files_stay_readable():

@@ -1,4 +1,4 @@
-"""Windows as numbers: checking them, and the work they ask for.
+"""Windows as an attention backend gets them.
 
 A window of W is W keys, the query's own included: query i reads keys j with i - W < j <= i.
 """
@@ -34,20 +34,3 @@ def as_windows(windows: Windows, num_heads: int) -> tuple[int, ...]:
     if array.min() < 1:
         raise ConfigError(f"windows hold {array.min()}; a window counts the query's own key, so it is at least 1.")
     return tuple(array.tolist())
-
-
-def pairs(window: int, length: int) -> int:
-    """Query-key pairs one head reads over a sequence of `length` tokens: W*T - W(W-1)/2, W at most T."""
-    window = min(int(window), length)
-    return window * length - window * (window - 1) // 2
-
-
-def acr(windows: Windows, length: int) -> float:
-    """Attention context ratio: the mean of W/T over all heads (any shape), W at most T."""
-    return float(np.minimum(np.asarray(windows), length).mean()) / length
-
-
-def exact_pair_ratio(windows: Windows, length: int) -> float:
-    """Pairs read under these windows (any shape) over the pairs of as many causal heads: the work that remains."""
-    flat = np.asarray(windows).ravel().tolist()
-    return sum(pairs(window, length) for window in flat) / (len(flat) * pairs(length, length))

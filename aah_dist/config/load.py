@@ -14,6 +14,8 @@ from aah_dist.config.schema import ConfigError, RunConfig
 
 FOLDER = Path(__file__).parent
 Values = Dict[str, Any]
+# What a preset says of aah under any regime: the sizes of its model and its schedule. All else is the regime's.
+KEPT = {"windows", "warmup_steps", "interval", "backend", "head_blocks", "entropy_rows", "control_unit"}
 
 
 def load_config(preset: str = "demo", regime: Optional[str] = None,
@@ -49,10 +51,10 @@ def base_values(preset: str, regime: Optional[str]) -> Values:
     """What a preset and a regime set: {section: {field: value}, option: value}.
 
     A regime that the preset itself names lies beneath the preset's own aah section; one given beside the preset lies
-    above it.
+    above it, and of the preset's section only KEPT remains.
     """
     values = _read_named("preset", preset)
-    layers = [values.get("aah", {})]
+    own = values.get("aah", {})
     named = regime or values.get("regime") or "full_attention"
     if not isinstance(named, str):
         raise ConfigError(f"preset {preset} gives regime the value {named!r}; it must be a name or a YAML file.")
@@ -60,8 +62,8 @@ def base_values(preset: str, regime: Optional[str]) -> Values:
     other = sorted(set(regime_values) - {"aah"})
     if other:
         raise ConfigError(f"regime {named} sets {', '.join(other)}; it may only set aah.")
-    layers.insert(1 if regime else 0, regime_values.get("aah", {}))
-    values["aah"] = {**layers[0], **layers[1]}
+    theirs = regime_values.get("aah", {})
+    values["aah"] = {**{name: own[name] for name in own if name in KEPT}, **theirs} if regime else {**theirs, **own}
     values.update(preset=preset, regime=named)
     return values
 

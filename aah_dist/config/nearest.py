@@ -13,4 +13,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = same_ending or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"the nearest is {close[0]}"
-    return f"known are {', '.join(known)}" if len(known) <= 20 else "--help lists them"
+    return f"known are {', '.join(known)}" if len(known) <= 30 else "--help lists them"

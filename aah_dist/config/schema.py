@@ -2,7 +2,7 @@
 
 A field's docstring is its `--help` text.  Values that are wrong by themselves are refused here, in
 `__post_init__`; values that contradict each other across sections, the DeepSpeed JSON or the number of
-ranks are refused in `config/validate.py`.
+ranks are refused in `config/validate.py`.  The aah section stands in `config/aah.py`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import List, Literal, Optional, Union
 
+from aah_dist.config.aah import AahConfig, Window
+from aah_dist.config.errors import ConfigError, RankError, at_least, fraction
 
-class ConfigError(ValueError):
-    """A setting that cannot work.  Its text is one sentence: field, value, and what would be right."""
-
-
-class RankError(ConfigError):
-    """A ConfigError that not every rank sees; the rank it befalls prints it, whichever that is."""
-
-
-def _at_least(section: str, config: object, low: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{section}.{name} is {value}; it must be at least {low}.")
-
-
-def _fraction(section: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{section}.{name} is {value}; it must be at least 0 and below 1.")
+__all__ = ["AahConfig", "CheckpointConfig", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig",
+           "RankError", "RunConfig", "TrainConfig", "Window"]
 
 
 @dataclass
@@ -81,10 +65,10 @@ class ModelConfig:
     output)."""
 
     def __post_init__(self) -> None:
-        _at_least("model", self, 1, "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size",
-                  "seq_length", "max_positions", "vocab_size", "vocab_multiple")
-        _at_least("model", self, 2, "rope_base")
-        _fraction("model", self, "dropout", "attention_dropout")
+        at_least("model", self, 1, "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size",
+                 "seq_length", "max_positions", "vocab_size", "vocab_multiple")
+        at_least("model", self, 2, "rope_base")
+        fraction("model", self, "dropout", "attention_dropout")
         if self.hidden_size % self.num_heads:
             raise ConfigError(f"model.hidden_size {self.hidden_size} is not a multiple of model.num_heads "
                               f"{self.num_heads}; the nearest that is: "
@@ -119,36 +103,6 @@ class ModelConfig:
     @property
     def attention_dropout_p(self) -> float:
         return self.dropout if self.attention_dropout is None else self.attention_dropout
-
-
-Window = Union[int, float]
-
-
-@dataclass
-class AahConfig:
-    """Asymmetric attention heads: which window each head reads. A window W is W keys, the query's own included."""
-
-    policy: Literal["full_attention", "fixed_window"] = "full_attention"
-    """Where the windows come from: full_attention (every head reads everything) or fixed_window (aah.fixed_window)."""
-    windows: List[Window] = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
-    """The windows a head may have, ascending: token counts (64) or fractions of seq_length (0.125)."""
-    fixed_window: Optional[Union[Window, List[Window], List[List[Window]]]] = None
-    """For fixed_window: one window for all heads, one per head, or one list per layer. A list shorter than the
-    heads is repeated."""
-    backend: Literal["auto", "dense", "banded"] = "auto"
-    """Attention code that executes the windows; auto picks one and prints why."""
-
-    def __post_init__(self) -> None:
-        if not self.windows:
-            raise ConfigError("aah.windows is empty; give at least one window, for example [64, 128, 256, 512].")
-        if any(w <= 0 or (isinstance(w, float) and w > 1 and w != int(w)) for w in self.windows):
-            raise ConfigError(f"aah.windows {self.windows} holds a value that is neither a token count of at least 1 "
-                              "nor a fraction of seq_length in (0, 1].")
-        if self.policy == "fixed_window" and self.fixed_window is None:
-            raise ConfigError("aah.policy fixed_window needs aah.fixed_window, for example --aah.fixed_window 128.")
-        if self.policy == "full_attention" and self.fixed_window is not None:
-            raise ConfigError(f"aah.fixed_window {self.fixed_window} has no effect under aah.policy full_attention; "
-                              "add --aah.policy fixed_window or leave it out.")
 
 
 @dataclass
@@ -212,9 +166,9 @@ class TrainConfig:
     """Validation samples an evaluation reads, from the first on."""
 
     def __post_init__(self) -> None:
-        _at_least("train", self, 1, "steps", "micro_batch_size", "global_batch_size", "eval_samples", "decay_steps")
-        _at_least("train", self, 0, "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "eval_interval")
-        _fraction("train", self, "beta1", "beta2")
+        at_least("train", self, 1, "steps", "micro_batch_size", "global_batch_size", "eval_samples", "decay_steps")
+        at_least("train", self, 0, "seed", "lr", "min_lr", "warmup_steps", "weight_decay", "clip", "eval_interval")
+        fraction("train", self, "beta1", "beta2")
         if self.min_lr > self.lr:
             raise ConfigError(f"train.min_lr {self.min_lr} is above train.lr {self.lr}; the cosine falls from lr to "
                               "min_lr, so lower min_lr as well.")
@@ -258,8 +212,8 @@ class CheckpointConfig:
     folder."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint", self, 0, "interval")
-        _at_least("checkpoint", self, 1, "keep")
+        at_least("checkpoint", self, 0, "interval")
+        at_least("checkpoint", self, 1, "keep")
 
 
 @dataclass
@@ -276,7 +230,7 @@ class LogConfig:
     """Write TensorBoard events into the run folder as well (pip install tensorboard)."""
 
     def __post_init__(self) -> None:
-        _at_least("log", self, 1, "interval")
+        at_least("log", self, 1, "interval")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import List, Optional, Tuple
 
 from aah_dist.config.schema import ConfigError, RunConfig
+from aah_dist.config.windows import candidate_windows
 
 MAY_CHANGE = {
     "train": {"steps", "decay_steps", "eval_interval", "eval_samples"},
@@ -70,6 +71,27 @@ def _divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
+def resolve_head_blocks(config: RunConfig, layout: Layout, old: Optional[RunConfig] = None) -> int:
+    """aah.head_blocks as a number S: auto is the TP size.
+
+    `old` is the configuration stored with the run being resumed: its number stays, at any TP.  The result belongs into
+    the stored configuration.  Raises ConfigError unless S divides the units and is 1 or a multiple of TP.
+    """
+    if old is not None and old.aah.head_blocks != "auto":
+        return old.aah.head_blocks
+    if config.aah.control_unit == "kv_group":
+        name, units = "model.num_kv_heads", config.model.kv_heads
+    else:
+        name, units = "model.num_heads", config.model.num_heads
+    given = config.aah.head_blocks
+    blocks = layout.tp if given == "auto" else given
+    valid = [s for s in range(1, units + 1) if units % s == 0 and (s == 1 or s % layout.tp == 0)]
+    if blocks not in valid:
+        raise ConfigError(f"aah.head_blocks {given} must divide {name} {units} and be 1 or a multiple of TP "
+                          f"{layout.tp}; give {' or '.join(map(str, valid))}.")
+    return blocks
+
+
 def notes(config: RunConfig, layout: Layout) -> List[str]:
     """Sentences worth printing: settings that are valid but do not do what they seem to."""
     found = []
@@ -81,6 +103,26 @@ def notes(config: RunConfig, layout: Layout) -> List[str]:
     late = [step for step in config.checkpoint.steps if step > config.train.steps]
     if late:
         found.append(f"checkpoint.steps {late} lie beyond train.steps {config.train.steps}.")
+    pattern = config.aah.layer_pattern or []
+    if len(pattern) > config.model.num_layers:
+        found.append(f"aah.layer_pattern has {len(pattern)} windows, the model {config.model.num_layers} layers: "
+                     f"{pattern[config.model.num_layers:]} is not used.")
+    return found + _controller_notes(config, layout)
+
+
+def _controller_notes(config: RunConfig, layout: Layout) -> List[str]:
+    aah, found = config.aah, []
+    if not aah.decides or not aah.window_control:
+        return found
+    if aah.warmup_steps >= config.train.steps:
+        found.append(f"aah.warmup_steps {aah.warmup_steps} is not below train.steps {config.train.steps}: no window is "
+                     "ever decided, the whole run is full attention.")
+    if config.model.seq_length not in candidate_windows(config):
+        found.append(f"aah.windows {aah.windows} leaves out model.seq_length {config.model.seq_length}: the warm-up's "
+                     "full attention is no choice after it.")
+    if aah.head_blocks != "auto" and aah.head_blocks % layout.tp:
+        found.append(f"aah.head_blocks {aah.head_blocks} at TP {layout.tp}: groups of heads may span ranks, whose work "
+                     "then differs.")
     return found
 
 
@@ -99,7 +141,9 @@ def check_resume(old: RunConfig, new: RunConfig) -> None:
     for section in ("model", "aah", "train"):
         before, after = (dataclasses.asdict(getattr(config, section)) for config in (old, new))
         for name in before:
-            if before[name] != after[name] and name not in MAY_CHANGE.get(section, ()):
+            # auto was resolved when the run was started.
+            again = (section, name, after[name]) == ("aah", "head_blocks", "auto")
+            if before[name] != after[name] and not again and name not in MAY_CHANGE.get(section, ()):
                 raise ConfigError(f"{section}.{name} was {before[name]} in this run and is {after[name]} now; a resume "
                                   "may not change it: put it back, or choose another --output_dir.")
 

@@ -7,12 +7,14 @@ from typing import List, Sequence
 
 import numpy as np
 
+from aah_dist.config.pairs import tokens
+from aah_dist.config.plans import random_heads_matched, read_plan, uniform_matched
 from aah_dist.config.schema import ConfigError, RunConfig, Window
 
 
 def candidate_windows(config: RunConfig) -> List[int]:
     """aah.windows in tokens, ascending.  Raises ConfigError where one is below 1, above T, or not above the last."""
-    windows = [_tokens(w, config.model.seq_length, "aah.windows") for w in config.aah.windows]
+    windows = [tokens(w, config.model.seq_length, "aah.windows") for w in config.aah.windows]
     for low, high in pairwise(windows):
         if low >= high:
             raise ConfigError(f"aah.windows {config.aah.windows} is {windows} tokens at model.seq_length "
@@ -21,15 +23,28 @@ def candidate_windows(config: RunConfig) -> List[int]:
 
 
 def policy_from_config(config: RunConfig) -> np.ndarray:
-    """The windows in force at the start of a run: int64 [num_layers, num_heads], each in 1..seq_length.
+    """The windows in force at step 0: int64 [num_layers, num_heads], each in 1..seq_length.
 
-    Raises ConfigError for windows that cannot be, under either policy.
+    Controllers begin at full attention.  Reads aah.plan where the policy needs it.  Raises ConfigError for windows that
+    cannot be, under any policy.
     """
     candidate_windows(config)
-    layers, heads, length = config.model.num_layers, config.model.num_heads, config.model.seq_length
-    fixed = config.aah.fixed_window
-    if fixed is None:
+    aah, layers, heads = config.aah, config.model.num_layers, config.model.num_heads
+    length = config.model.seq_length
+    if aah.policy == "fixed_window":
+        return _fixed(aah.fixed_window, layers, heads, length)
+    if aah.policy == "layer_pattern":
+        pattern = [tokens(w, length, "aah.layer_pattern") for w in aah.layer_pattern]
+        return np.repeat(np.resize(np.array(pattern, dtype=np.int64), (layers, 1)), heads, axis=1)
+    if aah.plan is None:
         return np.full((layers, heads), length, dtype=np.int64)
+    plan = read_plan(aah.plan, aah.plan_step, layers, heads, length)
+    if aah.policy == "uniform_matched":
+        return uniform_matched(plan, length)
+    return random_heads_matched(plan, config.train.seed) if aah.policy == "random_heads_matched" else plan
+
+
+def _fixed(fixed: object, layers: int, heads: int, length: int) -> np.ndarray:
     if isinstance(fixed, list) and any(isinstance(item, list) for item in fixed):
         if len(fixed) != layers:
             raise ConfigError(f"aah.fixed_window has {len(fixed)} lists; one per layer would be {layers} "
@@ -44,21 +59,5 @@ def _head_row(windows: Sequence[Window], heads: int, length: int) -> List[int]:
     if not 1 <= len(windows) <= heads:
         raise ConfigError(f"aah.fixed_window lists {len(windows)} windows {list(windows)}; give 1 to {heads} "
                           "(model.num_heads).")
-    tokens = [_tokens(w, length, "aah.fixed_window") for w in windows]
-    return [tokens[head % len(tokens)] for head in range(heads)]
-
-
-def _tokens(window: Window, length: int, field: str) -> int:
-    """A float up to 1.0 is a fraction of the length (halves round up); anything else is a token count."""
-    if isinstance(window, float) and window <= 1:
-        tokens = int(window * length + 0.5)
-    elif window == int(window):
-        tokens = int(window)
-    else:
-        raise ConfigError(f"{field} {window} is neither a token count nor a fraction of model.seq_length in (0, 1].")
-    if tokens < 1:
-        raise ConfigError(f"{field} {window} is {tokens} tokens at model.seq_length {length}; it must be at least 1.")
-    if tokens > length:
-        raise ConfigError(f"{field} {window} is above model.seq_length {length}; give at most {length}, or fractions "
-                          "such as 0.25, which follow seq_length.")
-    return tokens
+    row = [tokens(w, length, "aah.fixed_window") for w in windows]
+    return [row[head % len(row)] for head in range(heads)]

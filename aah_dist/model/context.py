@@ -13,8 +13,12 @@ import torch
 class StatisticsSink(Protocol):
     """Receives what a layer measured; written, never added to, so that a recomputed forward changes nothing."""
 
-    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-        """Layer `layer` (0-based), local heads: q, out [B, H, T, D], k, v [B, H_kv, T, D]."""
+    def write(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+              windows: np.ndarray, scale: float) -> None:
+        """A forward of layer `layer` (0-based), this rank's heads: q, out [B, H, T, D], k, v [B, H_kv, T, D].
+
+        windows: int64 [H], those that were executed.  scale: factor on the scores.
+        """
 
 
 @dataclass

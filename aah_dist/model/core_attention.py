@@ -26,8 +26,10 @@ class WindowCoreAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         p = self.p if self.training else 0.0
         seeds = torch.from_numpy(dropout_keys(self.context, self.layer, ATTENTION, self.heads)) if p else None
-        out = window_attention(q, k, v, self.context.windows[self.layer, self.heads], backend=self.context.backend,
-                               scale=self.scale, dropout_p=p, dropout_seeds=seeds)
+        windows = self.context.windows[self.layer, self.heads]
+        scale = q.shape[-1]**-0.5 if self.scale is None else self.scale
+        out = window_attention(q, k, v, windows, backend=self.context.backend, scale=scale, dropout_p=p,
+                               dropout_seeds=seeds)
         if self.context.statistics is not None:
-            self.context.statistics.write(self.layer, q, k, v, out)
+            self.context.statistics.write(self.layer, q, k, v, out, windows, scale)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import safetensors.numpy
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -31,12 +32,14 @@ from aah_dist.config.validate import Layout
 from aah_dist.data.folder import sync
 from aah_dist.model.shards import cut, is_split, join
 from aah_dist.training.engine import refuse_code_in_checkpoints
+from aah_dist.training.policy import PolicyState
 from aah_dist.training.run_folder import write_atomically
 
 _NAME = re.compile(r"step_(\d{8})")
-FORMAT = 1
-_ENTRIES = {"step", "tp", "dp", "windows", "files", "zero_stage", "precision", "grad_accum_dtype", "offload",
-            "vocab_size", "text_fingerprint", "tokenizer_fingerprint"}
+FORMAT = 2
+_CONTROLLER = "controller.safetensors"
+_ENTRIES = {"step", "tp", "dp", "windows", "controller", "files", "zero_stage", "precision", "grad_accum_dtype",
+            "offload", "vocab_size", "text_fingerprint", "tokenizer_fingerprint"}
 
 
 class CheckpointError(RuntimeError):
@@ -57,8 +60,17 @@ class Checkpoint:
 
     @property
     def windows(self) -> np.ndarray:
-        """The policy in force, int64 [layers, heads]."""
+        """The policy of the step that comes next, int64 [layers, heads]."""
         return np.asarray(self.manifest["windows"], dtype=np.int64)
+
+    def policy(self) -> PolicyState:
+        """The windows and the controller's state.  Raises: ConfigError if the latter cannot be read."""
+        try:
+            arrays = safetensors.numpy.load_file(self.path / _CONTROLLER) if self.manifest["controller"] else {}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.path / _CONTROLLER} is damaged ({error}); move that folder away to continue from "
+                              "the checkpoint before it.") from error
+        return PolicyState(self.windows, arrays, self.manifest["controller"])
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -107,7 +119,7 @@ def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, problems
 
 
-def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: Layout, windows: np.ndarray,
+def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: Layout, policy: PolicyState,
          facts: dict, tp_rank: int, dp_rank: int) -> Path:
     """Write the checkpoint of `step`; every rank calls it and leaves it together.
 
@@ -126,7 +138,7 @@ def save(engine: object, folder: Path, step: int, *, config: RunConfig, layout: 
         _save_weights(engine.module, partial, tp_rank, layout.tp, writes=dp_rank == 0)
         dist.barrier()
         if rank0:
-            _seal(partial, final, step, config, layout, windows, facts)
+            _seal(partial, final, step, config, layout, policy, facts)
     except (OSError, RuntimeError, SafetensorError) as error:
         reason = _write_error(error)
         if reason is None:
@@ -177,13 +189,16 @@ def weights_name(tp_rank: int, tp_size: int) -> str:
     return f"weights-tp{tp_rank}-of-{tp_size}.safetensors"
 
 
-def _seal(partial: Path, final: Path, step: int, config: RunConfig, layout: Layout, windows: np.ndarray,
+def _seal(partial: Path, final: Path, step: int, config: RunConfig, layout: Layout, policy: PolicyState,
           facts: dict) -> None:
     save_config(config, partial / "config.yaml")
+    if policy.values:
+        safetensors.numpy.save_file({name: np.ascontiguousarray(a) for name, a in policy.arrays.items()},
+                                    partial / _CONTROLLER)
     written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
-    manifest = {"format": FORMAT, "step": step, "tp": layout.tp, "dp": layout.dp, "windows": windows.tolist(),
-                **facts, "files": files}
+    manifest = {"format": FORMAT, "step": step, "tp": layout.tp, "dp": layout.dp,
+                "windows": policy.windows.tolist(), "controller": policy.values, **facts, "files": files}
     for name in files:
         sync(partial / name)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))

@@ -1,12 +1,13 @@
 """The plan of a run in words: what `--dry_run` prints and what every run prints first."""
 
+from collections import Counter
 from pathlib import Path
 
 from aah_dist.config.deepspeed import offloads_optimizer, precision, zero_stage
 from aah_dist.config.schema import ConfigError, RunConfig
 from aah_dist.config.size import count_parameters, memory_per_rank
 from aah_dist.config.validate import Layout, notes
-from aah_dist.config.windows import policy_from_config
+from aah_dist.config.windows import candidate_windows, policy_from_config
 from aah_dist.training.checkpoint import find
 from aah_dist.training.start import open_data
 
@@ -17,14 +18,10 @@ def plan(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int | N
     stage, kind = zero_stage(ds_config), precision(ds_config)
     size = f"{count_parameters(model, vocab_size):,} parameters, vocabulary {vocab_size:,}" if vocab_size else \
         "parameters: known once the data is prepared (vocabulary)"
-    windows, counts = policy_from_config(config), {}
-    for window in windows.flat:
-        counts[int(window)] = counts.get(int(window), 0) + 1
-    used = ", ".join(f"{count} x {window}" for window, count in sorted(counts.items()))
     lines = [
         f"model     {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads"
         f"{f' ({model.kv_heads} kv)' if model.kv_heads != model.num_heads else ''}, T {model.seq_length}; {size}",
-        f"windows   {config.aah.policy}: {used} (heads x keys, over all layers)",
+        f"windows   {config.aah.policy}: {windows_in_words(config)}",
         f"layout    {layout.world_size} rank{'s' if layout.world_size > 1 else ''} = TP {layout.tp} x DP {layout.dp}, "
         f"ZeRO {stage}, {kind}"
         f"{', sequence parallel' if config.parallel.sequence_parallel and layout.tp > 1 else ''}"
@@ -33,6 +30,31 @@ def plan(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int | N
         f"{layout.accumulation}; {train.global_batch_size * model.seq_length:,} tokens a step, {train.steps} steps",
     ]
     return lines + [f"note      {note}" for note in notes(config, layout)]
+
+
+def windows_in_words(config: RunConfig) -> str:
+    """The windows in force, or how the controller chooses them; aah.head_blocks must be resolved."""
+    aah = config.aah
+    if not aah.decides:
+        counts = Counter(policy_from_config(config).flat)
+        used = ", ".join(f"{count} x {window}" for window, count in sorted(counts.items()))
+        return f"{used} (heads x keys, over all layers)"
+    if not aah.window_control:
+        return "full attention for the whole run; decisions are recorded, none is executed"
+    keys = ", ".join(map(str, candidate_windows(config)))
+    rule = f"one of {keys} keys a {'KV group' if aah.control_unit == 'kv_group' else 'head'}"
+    if aah.policy == "simple":
+        shares = "equal shares" if aah.quotas is None else f"shares of {', '.join(map(str, aah.quotas))}"
+        rule = f"{keys} keys in {shares}, heads sorted by entropy"
+    decided = "decided every " + ("step" if aah.interval == 1 else f"{aah.interval} steps")
+    how = {"none": decided, "shuffle": f"{decided}, shuffled every step",
+           "random_uniform": "drawn at random every step"}
+    start = f"full attention for {aah.warmup_steps} steps, then " if aah.warmup_steps else ""
+    groups = ""
+    if aah.policy == "adaptive":
+        blocks = f"; {aah.head_blocks} head block{'' if aah.head_blocks == 1 else 's'}"
+        groups = blocks if aah.grouping else "; no groups"
+    return f"{start}{rule}, {how[aah.ablation]}{groups}"
 
 
 def memory_lines(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int) -> list[str]:
@@ -67,4 +89,5 @@ def what_next(folder: Path) -> list[str]:
     return [f"run         {folder}",
             f"metrics     {folder}/metrics.jsonl, windows in {folder}/policy.jsonl",
             f"checkpoint  {find(folder).path}",
-            f"next        python aah_dist/evaluate.py --checkpoint {folder}"]
+            f"next        python aah_dist/evaluate.py --checkpoint {folder}",
+            f"            python aah_dist/report.py {folder}"]

@@ -6,7 +6,7 @@ not counted; attention counts only the query-key pairs its windows keep (causal 
 
 import numpy as np
 
-from aah_dist.attention.windows import pairs
+from aah_dist.config.pairs import pairs
 from aah_dist.config.schema import ModelConfig
 
 

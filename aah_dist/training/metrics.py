@@ -13,7 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from aah_dist.config.schema import RunConfig
@@ -30,7 +29,7 @@ class Recorder:
             cut_back(folder / name, start_step or -1)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
         self._policy = open(folder / "policy.jsonl", "a", encoding="utf-8", buffering=1)
-        self._windows = _last_windows(folder / "policy.jsonl")
+        self._last = _last_record(folder / "policy.jsonl")
         services = (_start_wandb(folder, config), _start_tensorboard(folder, config, start_step))
         self._services = [service for service in services if service is not None]
 
@@ -41,12 +40,11 @@ class Recorder:
         self._metrics.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._each_service(lambda service: service.log(step, values))
 
-    def policy(self, step: int, windows: np.ndarray) -> None:
-        """Records the windows, int [layers, heads], if they differ from the last recorded ones."""
-        now = windows.tolist()
-        if now != self._windows:
-            self._windows = now
-            self._policy.write(json.dumps({"step": step, "windows": now}) + "\n")
+    def policy(self, step: int, record: dict) -> None:
+        """Records what is in force from 0-based step `step` on, if it differs from what was recorded last."""
+        if record != self._last:
+            self._last = record
+            self._policy.write(json.dumps({"step": step, **record}) + "\n")
 
     def close(self) -> None:
         self._metrics.close()
@@ -62,9 +60,9 @@ class Recorder:
                 self._services.remove(service)
 
 
-def _last_windows(path: Path) -> list | None:
+def _last_record(path: Path) -> dict | None:
     lines = path.read_text(encoding="utf-8").splitlines()
-    return json.loads(lines[-1])["windows"] if lines else None
+    return {key: value for key, value in json.loads(lines[-1]).items() if key != "step"} if lines else None
 
 
 def _first_line(error: Exception) -> str:

@@ -5,11 +5,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from aah_dist.attention.windows import acr, exact_pair_ratio
 from aah_dist.config.load import read_config
+from aah_dist.config.pairs import acr, exact_pair_ratio
 from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import resolve_layout
 from aah_dist.data.dataset import PreparedData
@@ -18,6 +19,7 @@ from aah_dist.model.gpt import build_gpt
 from aah_dist.parallel import device as devices
 from aah_dist.parallel import launch, topology
 from aah_dist.training import checkpoint as checkpoints
+from aah_dist.training.adapt import AdaptingForward
 from aah_dist.training.evaluation import perplexity, validation_loss
 
 
@@ -31,13 +33,15 @@ class Settings:
     micro_batch_size: int
     tensor_parallel_size: int
     device: str
+    policy: str = "frozen"
 
 
 def score(settings: Settings) -> dict[str, object]:
-    """Validation loss and what it cost, under the policy in force at the checkpoint.
+    """Validation loss and what it cost, under the policy in force at the checkpoint (frozen), or decided for each batch
+    from its own statistics, from an empty state (adapt).
 
-    Raises: ConfigError for a folder without a checkpoint, data made with another tokenizer, or a layout that does not
-    divide.
+    Raises: ConfigError for a folder without a checkpoint, data made with another tokenizer, a layout that does not
+    divide, or adapt without a controller.
     """
     for name in ("samples", "micro_batch_size", "tensor_parallel_size"):
         value = getattr(settings, name)
@@ -66,18 +70,22 @@ def score(settings: Settings) -> dict[str, object]:
                       sequence_parallel=False, recompute=False, seed=config.train.seed, device=device,
                       dtype=torch.bfloat16 if checkpoint.manifest["precision"] == "bf16" else torch.float32)
     checkpoints.load_weights(model, checkpoint, tp_rank, layout.tp)
+    forward, windows = model, [checkpoint.windows]
+    if settings.policy == "adapt":
+        forward = AdaptingForward(model, config, layout, context, tp_rank, device, checkpoint)
+        windows = forward.windows
     rows = data.split("valid", config.model.seq_length)
     dist.barrier()
     began = time.monotonic()
-    loss, tokens = validation_loss(model, model, rows, settings.samples or len(rows),
+    loss, tokens = validation_loss(forward, model, rows, settings.samples or len(rows),
                                    micro_batch_size=settings.micro_batch_size, dp_rank=mpu.get_data_parallel_rank(),
                                    dp_size=layout.dp, dp_group=mpu.get_data_parallel_group(), device=device)
     devices.synchronize(device)
     length = config.model.seq_length
     return {"checkpoint": str(checkpoint.path), "checkpoint_step": checkpoint.step, "val_loss": loss,
             "val_ppl": perplexity(loss), "valid_unigram_entropy": data.valid_unigram_entropy, "tokens": tokens,
-            "samples": tokens // length, "ACR": acr(checkpoint.windows, length),
-            "exact_pair_ratio": exact_pair_ratio(checkpoint.windows, length),
+            "samples": tokens // length, "policy": settings.policy, "ACR": acr(np.stack(windows), length),
+            "exact_pair_ratio": exact_pair_ratio(np.stack(windows), length),
             "tok_s": tokens / (time.monotonic() - began), "layout": f"TP {layout.tp} x DP {layout.dp}"}
 
 
@@ -90,6 +98,7 @@ def show(result: dict[str, object], as_json: bool) -> str:
         f"{result['tokens']:,} tokens",
         f"perplexity        {result['val_ppl']:.4g}",
         f"unigram entropy   {result['valid_unigram_entropy']:.4f} nats a token, whole validation split",
+        f"policy            {result['policy']}",
         f"ACR               {result['ACR']:.4f} (mean window / T)",
         f"exact pair ratio  {result['exact_pair_ratio']:.4f} (causal query-key pairs kept)",
         f"speed             {result['tok_s']:,.0f} tokens/s, {result['layout']}",

@@ -12,7 +12,7 @@ import torch
 from aah_dist.config.deepspeed import offloads_optimizer, precision
 from aah_dist.config.load import read_config, to_yaml
 from aah_dist.config.schema import ConfigError, RunConfig
-from aah_dist.config.validate import Layout, check_resume, resolve_decay_steps
+from aah_dist.config.validate import Layout, check_resume, resolve_decay_steps, resolve_head_blocks
 from aah_dist.data.dataset import PreparedData, check_tokenizer
 from aah_dist.parallel import device as devices
 from aah_dist.parallel import launch, ops, topology
@@ -89,6 +89,7 @@ class Start:
     folder: str
     checkpoint: str | None
     decay_steps: int
+    head_blocks: int
     remarks: list[str]
 
 
@@ -115,6 +116,7 @@ def open_run(config: RunConfig, layout: Layout, facts: dict) -> Start:
         raise ConfigError(f"output_dir {folder} holds a metrics.jsonl but no run's config.yaml; choose another folder.")
     decay_steps, sentence = resolve_decay_steps(config, old)
     config.train.decay_steps = decay_steps
+    config.aah.head_blocks = resolve_head_blocks(config, layout, old)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.claim(folder)
     for leftover in (folder / "checkpoints").glob("*.partial"):
@@ -126,7 +128,8 @@ def open_run(config: RunConfig, layout: Layout, facts: dict) -> Start:
         run_folder.mark_finished(folder, {"steps": chosen.step})
     if old is not None:
         remarks.append(sentence)
-    return Start(str(folder), str(chosen.path) if chosen else None, decay_steps, remarks)
+    return Start(str(folder), str(chosen.path) if chosen else None, decay_steps, config.aah.head_blocks,
+                 remarks)
 
 
 def _choose_checkpoint(config: RunConfig, folder: Path) -> tuple[checkpoints.Checkpoint | None, list[str]]:

@@ -8,12 +8,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from aah_dist.attention.windows import acr, exact_pair_ratio
 from aah_dist.config.deepspeed import precision, zero_stage
 from aah_dist.config.load import config_hash
 from aah_dist.config.schema import RunConfig
 from aah_dist.config.validate import Layout
-from aah_dist.config.windows import policy_from_config
 from aah_dist.data.dataset import PreparedData
 from aah_dist.data.sampler import SampleOrder, micro_batch_ids
 from aah_dist.model.context import StepContext
@@ -25,7 +23,9 @@ from aah_dist.training import run_folder, signals
 from aah_dist.training.engine import build_engine, gradient_norm, set_learning_rate
 from aah_dist.training.evaluation import batch_tensors, perplexity, validation_loss
 from aah_dist.training.flops import training_flops_per_token
+from aah_dist.training.interval import Interval
 from aah_dist.training.metrics import Progress, Recorder, say
+from aah_dist.training.policy import Policy
 from aah_dist.training.schedule import learning_rate
 
 
@@ -58,8 +58,10 @@ class Trainer:
         self.facts = run_facts(ds_config, data, self.vocab_size)
         self.start_step = resume_from.step if resume_from else 0
 
-        windows = resume_from.windows if resume_from else policy_from_config(config)
-        self.context = StepContext(seed=config.train.seed, windows=windows, backend=config.aah.backend)
+        full = np.full((config.model.num_layers, config.model.num_heads), config.model.seq_length)
+        self.context = StepContext(seed=config.train.seed, windows=full, backend=config.aah.backend)
+        self.policy = Policy(config, layout, self.context, self.tp_rank, device,
+                             resume_from.policy() if resume_from else None)
         dtype = torch.bfloat16 if precision(ds_config) == "bf16" else torch.float32
         model = build_gpt(config.model, self.vocab_size, self.context, tp_rank=self.tp_rank, tp_size=layout.tp,
                           sequence_parallel=config.parallel.sequence_parallel, recompute=config.train.recompute,
@@ -71,7 +73,7 @@ class Trainer:
         self.train_rows = data.split("train", config.model.seq_length)
         self.valid_rows = data.split("valid", config.model.seq_length)
         self.order = SampleOrder(len(self.train_rows), config.train.seed)
-        self.flops_per_token = training_flops_per_token(config.model, self.vocab_size, windows)
+        self._flops_of: tuple[np.ndarray, float] | None = None
 
     def fit(self) -> int:
         """Train to the last step or a signal; returns the process's exit code (training/signals.py)."""
@@ -82,22 +84,29 @@ class Trainer:
             recorder.metrics(0, {"run/started": 1, "run/config_hash": config_hash(self.config),
                                  "run/git_commit": run_folder.git_commit(), "run/seed": config.seed})
         if recorder:
-            recorder.policy(self.start_step, self.context.windows)
+            recorder.policy(self.start_step, self.policy.record())
         last_eval: float | None = None
-        since_log = _Interval()
+        since_log = Interval()
         saved_at = self.start_step
         stop = 0
         with signals.StopRequest() as request:
             for step in range(self.start_step, config.steps):
+                done = step + 1
+                shown = done % self.config.log.interval == 0 or done in (self.start_step + 1, config.steps)
+                windows = self.context.windows
+                self.policy.begin(step, shown)
                 result = self.train_step(step, request)
-                done, stop = step + 1, result.stop_signal
-                since_log.count(config.global_batch_size * self.config.model.seq_length)
+                self.policy.end(step)
+                stop = result.stop_signal
+                since_log.count(config.global_batch_size * self.config.model.seq_length, self._flops(windows))
                 values: dict[str, object] = {}
-                if done % self.config.log.interval == 0 or done in (self.start_step + 1, config.steps) or stop:
-                    values |= self._step_values(step, result, since_log)
+                if shown or stop:
+                    values |= self._step_values(step, result, windows, since_log)
                 if done == config.steps or (config.eval_interval and done % config.eval_interval == 0):
                     last_eval, eval_values = self._evaluate(since_log)
                     values |= eval_values
+                if recorder:
+                    recorder.policy(done, self.policy.record())
                 if recorder and values:
                     recorder.metrics(done, values)
                 if progress:
@@ -143,6 +152,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro, samples in enumerate(ids):
             self.context.samples = samples
+            self.policy.select(micro)
             rows = [self.train_rows[self.order.row(k)] for k in samples]
             tokens, positions, labels = batch_tensors(rows, self.device)
             loss = self.engine(tokens, positions, None, labels=labels).sum()
@@ -192,21 +202,26 @@ class Trainer:
             f"step {step + 1}: {what} of rank {rank} is NaN or Inf (training rows {rows}); stopped before the update, "
             f"parameters are those of step {step}; lower train.lr, set train.clip, or look at these rows.")
 
-    def _step_values(self, step: int, result: StepResult, since_log: "_Interval") -> dict[str, object]:
+    def _flops(self, windows: np.ndarray) -> float:
+        """Model FLOPs a token under these windows; they change seldom."""
+        if self._flops_of is None or not np.array_equal(self._flops_of[0], windows):
+            self._flops_of = windows, training_flops_per_token(self.config.model, self.vocab_size, windows)
+        return self._flops_of[1]
+
+    def _step_values(self, step: int, result: StepResult, windows: np.ndarray,
+                     since_log: Interval) -> dict[str, object]:
         config = self.config.train
-        tokens_per_second = since_log.rate(self.device)
+        tokens_per_second, flops_per_second = since_log.rates(self.device)
         values: dict[str, object] = {
             "train/loss": result.loss, "train/grad_norm": result.grad_norm,
             "train/lr": learning_rate(step, config, config.decay_steps or config.steps),
-            "perf/tok_s": tokens_per_second, **devices.memory(self.device),
-            "aah/ACR": acr(self.context.windows, self.config.model.seq_length),
-            "aah/exact_pair_ratio": exact_pair_ratio(self.context.windows, self.config.model.seq_length)}
+            "perf/tok_s": tokens_per_second, **devices.memory(self.device), **self.policy.figures(windows)}
         peak = devices.peak_flops(self.device)
         if peak is not None:
-            values["perf/mfu"] = tokens_per_second * self.flops_per_token / (peak * dist.get_world_size())
+            values["perf/mfu"] = flops_per_second / (peak * dist.get_world_size())
         return values
 
-    def _evaluate(self, since_log: "_Interval") -> tuple[float, dict[str, object]]:
+    def _evaluate(self, since_log: Interval) -> tuple[float, dict[str, object]]:
         began = time.monotonic()
         with since_log.paused():
             loss, _ = validation_loss(self.engine, self.engine.module, self.valid_rows, self.config.train.eval_samples,
@@ -219,11 +234,11 @@ class Trainer:
         settings = self.config.checkpoint
         return done in settings.steps or bool(settings.interval and done % settings.interval == 0)
 
-    def _save(self, done: int, since_log: "_Interval") -> None:
+    def _save(self, done: int, since_log: Interval) -> None:
         with since_log.paused():
             folder = self.folder / "checkpoints"
             checkpoints.save(self.engine, folder, done, config=self.config, layout=self.layout,
-                             windows=self.context.windows, facts=self.facts, tp_rank=self.tp_rank, dp_rank=self.dp_rank)
+                             policy=self.policy.state(), facts=self.facts, tp_rank=self.tp_rank, dp_rank=self.dp_rank)
             if self.rank == 0:
                 checkpoints.prune(folder, self.config.checkpoint.keep, self.config.checkpoint.steps)
 
@@ -236,40 +251,6 @@ class Trainer:
             say(f"validation loss {val_loss:.4f} nats a token over {samples} samples (perplexity "
                 f"{perplexity(val_loss):.4g}); unigram entropy of the held-out text {entropy:.4f}; ratio "
                 f"{val_loss / entropy:.3f}")
-
-
-class _Interval:
-    """Tokens and time since the last log line, without evaluations and checkpoints."""
-
-    def __init__(self) -> None:
-        self._tokens, self._began, self._excluded = 0, time.monotonic(), 0.0
-
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def rate(self, device: torch.device) -> float:
-        devices.synchronize(device)
-        seconds = time.monotonic() - self._began - self._excluded
-        rate = self._tokens / max(seconds, 1e-9)
-        self._tokens, self._began, self._excluded = 0, time.monotonic(), 0.0
-        return rate
-
-    def paused(self) -> "_Pause":
-        return _Pause(self)
-
-    def exclude(self, seconds: float) -> None:
-        self._excluded += seconds
-
-
-class _Pause:
-    def __init__(self, interval: _Interval) -> None:
-        self._interval = interval
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-
-    def __exit__(self, *unused: object) -> None:
-        self._interval.exclude(time.monotonic() - self._began)
 
 
 def run_facts(ds_config: dict, data: PreparedData, vocab_size: int) -> dict:
