@@ -20,7 +20,7 @@ from aah_dist.training.trainer import StepResult, Trainer
 
 STEPS, SHORTER = 22, 13
 RUN = {
-    **BASE, "model.dropout": 0.1, "train.steps": STEPS, "train.decay_steps": STEPS, "train.micro_batch_size": 2,
+    **BASE, "model.dropout": 0.1, "train.steps": STEPS, "train.decay_steps": STEPS,
     "train.eval_interval": 0, "train.eval_samples": 3, "checkpoint.interval": 0, "log.interval": 1,
     "log.progress_bar": "off",
 }

@@ -24,6 +24,7 @@ BASE = {
     "model.num_layers": 3, "model.hidden_size": 64, "model.num_heads": 8, "model.seq_length": 48,
     "model.position": "learned", "model.norm": "layernorm", "model.dropout": 0.0,
     "aah.windows": [0.125, 0.25, 0.5, 1.0], "aah.warmup_steps": 5, "aah.interval": 5, "aah.entropy_rows": 16,
+    "aah.backend": "dense",
     "train.steps": 30, "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.warmup_steps": 0,
     "train.lr": 1e-3, "train.min_lr": 1e-4, "train.seed": 3,
 }

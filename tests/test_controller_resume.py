@@ -109,8 +109,9 @@ def test_extended_run_decides_as_one_longer_run(runs: Path):
 @pytest.mark.ranks
 def test_killed_job_resumes_between_decisions_with_its_head_blocks(tiny_data: Path, tmp_path: Path):
     """Two ranks of pretrain.py, killed after a checkpoint at step 12; the resume leaves head_blocks to the run."""
-    changes = {"regime": "full_adaptive", "train__steps": 60, "train__eval_interval": 0, "checkpoint__interval": 0,
-               "checkpoint__steps": [12], "aah__warmup_steps": 5, "aah__entropy_rows": 7}
+    changes = {"regime": "full_adaptive", "train__steps": 40, "train__eval_interval": 0, "checkpoint__interval": 0,
+               "checkpoint__steps": [12], "aah__warmup_steps": 5, "aah__entropy_rows": 7,
+               "train__micro_batch_size": 3, "train__global_batch_size": 6}
     whole, run = tmp_path / "whole", tmp_path / "run"
     results = pretrain(TP, command_line(tiny_data, whole, aah__head_blocks=4, **changes), tmp_path)
     assert [code for code, _ in results] == [0, 0], results
@@ -123,13 +124,13 @@ def test_killed_job_resumes_between_decisions_with_its_head_blocks(tiny_data: Pa
     wait_for(killed, tmp_path)
     assert newest_complete(run / "checkpoints")[0].step == 12
 
-    (code, output), _ = pretrain(TP, command_line(tiny_data, run, **changes), tmp_path)
+    (code, output), _ = pretrain(TP, command_line(tiny_data, run, aah__head_blocks="auto", **changes), tmp_path)
     assert code == 0 and f"resuming {run} from step 12" in output, output
     assert read_config(run / "config.yaml").aah.head_blocks == 4
     assert losses(run) == losses(whole)
     policy = records(run / "policy.jsonl")
     assert policy == records(whole / "policy.jsonl") and len(policy) >= 2
-    assert last_state(run, 60) == last_state(whole, 60)
+    assert last_state(run, 40) == last_state(whole, 40)
 
 
 def controlled_config(folder: Path, regime: str = "full_adaptive", **changes: object) -> RunConfig:

@@ -55,18 +55,18 @@ class Setup(NamedTuple):
 EVERY = [s for s in map(Setup._make, product((1, 2, 4), (1, 2), (False, True), (1, 4), (False, True), (1, 2, 3)))
          if s.ranks <= 4 and (s.tp > 1 or not s.sp)]
 REFERENCE = Setup(1, 1, False, 1, False, 1)
-TP2 = Setup(2, 1, True, 4, True, 3)
+TP2 = Setup(2, 1, True, 4, False, 2)
 CHOSEN = [
-    REFERENCE, Setup(1, 2, False, 1, True, 3), Setup(1, 2, False, 4, False, 2),
-    Setup(2, 1, False, 4, False, 2), TP2, Setup(2, 2, True, 1, True, 1),
+    REFERENCE, Setup(1, 1, False, 4, True, 3), Setup(1, 2, False, 4, False, 2), TP2,
+    Setup(2, 2, False, 1, True, 1), Setup(2, 2, True, 1, False, 3),
     Setup(4, 1, False, 1, False, 3), Setup(4, 1, True, 1, True, 2), Setup(4, 1, True, 4, False, 1),
 ]
 TRAINED = EVERY if os.environ.get("LAYOUTS") == "full" else CHOSEN
 # head_blocks: the setups that are trained with it.
 BY_BLOCKS = {4: TRAINED, 1: [s for s in TRAINED if s.tp <= 2] if TRAINED is EVERY else [REFERENCE, TP2]}
-MUTANTS = {"no_dp_sum": Setup(2, 2, True, 1, True, 1), "every_rank_decides": Setup(1, 2, False, 1, False, 1)}
+MUTANTS = {"no_dp_sum": Setup(2, 2, False, 1, False, 1), "every_rank_decides": Setup(1, 2, False, 1, False, 1)}
 # A mutant that has once decided differently has been noticed.
-MUTANT_STEPS = 16
+MUTANT_STEPS = 11
 
 
 def cases_of(ranks: int, tp: int) -> dict[str, dict]:

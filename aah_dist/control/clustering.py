@@ -62,7 +62,7 @@ def cluster(x: np.ndarray, rule: Rule, arithmetic: Arithmetic, *, force: bool, p
         groups, anchor, split_margin = _bipartition(z, anchors, arithmetic)
         return Clustering(groups, similarity, anchor, len(groups), min(margin, split_margin))
     before = len(groups)
-    if rule.min_group_size > 1 and before > 1:
+    if rule.min_group_size > 1 and before > 2:  # two always remain
         groups = _merge_small(z, groups, rule, arithmetic)
     return Clustering(groups, similarity, None, before, margin)
 

@@ -128,7 +128,8 @@ class Controller:
             for kind in ("independent", "joint"):
                 arrays |= {f"{layer}/{kind}/{i}": p for i, p in enumerate(getattr(weights, kind))}
         values = {"head_blocks": self.settings.head_blocks, "units": self.settings.units,
-                  "last_update": self.last_update, "has_history": self.has_history, "topologies": [state.topology for state in self.layers]}
+                  "last_update": self.last_update, "has_history": self.has_history,
+                  "topologies": [state.topology for state in self.layers]}
         return {name: a for name, a in arrays.items() if a is not None}, values
 
     def restore(self, arrays: dict[str, np.ndarray], values: dict) -> None:

@@ -78,7 +78,7 @@ def sibling_pairs(parent: np.ndarray | None, groups: int) -> np.ndarray:
     families = {}
     for child, p in enumerate([0] * groups if parent is None else parent.tolist()):
         families.setdefault(p, []).append(child)
-    pairs = [pair for _, family in sorted(families.items()) for pair in zip(family[::2], family[1::2])]
+    pairs = [pair for _, family in sorted(families.items()) for pair in zip(family[::2], family[1::2], strict=False)]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
@@ -88,7 +88,7 @@ def _score_siblings(x: np.ndarray, base: np.ndarray, parent: np.ndarray | None, 
     pairs = sibling_pairs(parent, len(x))
     if not len(pairs):
         return base
-    a, b = x[pairs[:, 0]], x[pairs[:, 1]]
+    a, b = x[pairs.T]
     scores = arithmetic.mlp(np.concatenate([a, b, a - b, b - a], axis=1), weights.joint)
     logits = base.copy()
     logits[pairs] = (scores * np.asarray(scale, x.dtype)).reshape(len(pairs), 2, -1)
