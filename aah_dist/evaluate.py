@@ -26,8 +26,8 @@ def parse_args():
     parser.add_argument("--tensor_parallel_size", type=int, default=1, metavar="N", help="TP size (default: 1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--policy", choices=("frozen", "adapt"), default="frozen",
-                        help="windows: as in force at the checkpoint, or decided for each batch by the run's controller "
-                             "from an empty state, as the paper's inference table does (default: frozen)")
+                        help="windows: as in force at the checkpoint, or decided for each batch by the run's "
+                             "controller from an empty state, as the paper's inference table does (default: frozen)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the launcher appends it
     return parser.parse_args()

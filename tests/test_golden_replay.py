@@ -77,7 +77,8 @@ def test_end_to_end(regime: dict):
             assert windows.sum() * s.length == expected["attn_elements"], where
             if s.aah.grouping:
                 assert layer.state.map.tolist() == digits(expected["head_groups"]), where
-                assert layer.counts == expected["group_counts"], where
+                if stored is not None or step >= s.aah.warmup_steps:  # shown from q, k, v that are not stored
+                    assert layer.counts == expected["group_counts"], where
                 if expected["raw"]:
                     selection = layer.decision.selection
                     assert [x.tolist() for x in selection.raw] == expected["raw"], where

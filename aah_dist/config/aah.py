@@ -27,7 +27,8 @@ _ONLY_WITH = (
     ("grouping topology max_depth min_group_size similarity_threshold upper_threshold norm_difference_scale "
      "churn_bonus upper_metric upper_l2_threshold scorer scorer_hidden joint_hidden logit_scale joint_scale "
      "parent_constraint", "policy", ("adaptive",)),
-    ("feature_ema window_control resolution_ema ramp_steps ablation control_precision collapse_fraction", "policy", CONTROLLERS),
+    ("feature_ema window_control resolution_ema ramp_steps ablation control_precision collapse_fraction", "policy",
+     CONTROLLERS),
     ("topology max_depth min_group_size similarity_threshold upper_threshold norm_difference_scale churn_bonus "
      "upper_metric upper_l2_threshold joint_hidden joint_scale parent_constraint feature_ema", "grouping", (True,)),
     ("resolution_ema ramp_steps ablation", "window_control", (True,)),
