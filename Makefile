@@ -12,13 +12,16 @@ CONSTRAINTS := -c constraints/cpu.txt
 endif
 PIP := $(PY) -m pip --disable-pip-version-check --no-input -qq
 
-.PHONY: demo test lint clean
+.PHONY: demo test layouts lint clean
 
 demo: .venv/installed .cache/ops  ## train the demo on real text, to a finished run
 	@$(PY) -m aah_dist.demo $(ARGS)
 
 test: .venv/installed-dev .cache/ops  ## everything that a CPU machine can check
 	@$(PY) -m pytest -q $(ARGS)
+
+layouts: .venv/installed-dev .cache/ops  ## that windows are the same in all layouts of up to 4 ranks, not only in ten
+	@LAYOUTS=full $(PY) -m pytest -q tests/test_layouts.py $(ARGS)
 
 lint: .venv/installed-dev
 	@$(PY) -m ruff check .

@@ -58,8 +58,8 @@ REFERENCE = Setup(1, 1, False, 1, False, 1)
 TP2 = Setup(2, 1, True, 4, False, 2)
 CHOSEN = [
     REFERENCE, Setup(1, 1, False, 4, True, 3), Setup(1, 2, False, 4, False, 2), TP2,
-    Setup(2, 2, False, 1, True, 1), Setup(2, 2, True, 1, False, 3),
-    Setup(4, 1, False, 1, False, 3), Setup(4, 1, True, 1, True, 2), Setup(4, 1, True, 4, False, 1),
+    Setup(2, 2, False, 1, False, 3), Setup(2, 2, True, 1, True, 1),
+    Setup(4, 1, True, 1, False, 3), Setup(4, 1, True, 1, True, 2), Setup(4, 1, False, 4, False, 1),
 ]
 TRAINED = EVERY if os.environ.get("LAYOUTS") == "full" else CHOSEN
 # head_blocks: the setups that are trained with it.

@@ -52,8 +52,7 @@ def mean_features(features: np.ndarray, groups: list[list[int]]) -> np.ndarray:
     """[groups, columns]: the mean of the members' rows."""
     out = np.empty((len(groups), features.shape[1]), features.dtype)
     for row, members in zip(out, groups, strict=True):
-        row[:] = features[members].sum(0)
-        row /= len(members)
+        np.divide(features[members].sum(0), len(members), out=row)
     return out
 
 

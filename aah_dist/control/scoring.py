@@ -58,13 +58,13 @@ def enriched_inputs(levels: list[Level], parents: list[np.ndarray]) -> list[np.n
     for number, level in enumerate(levels):
         x = level.features
         sizes = [len(g) for g in level.groups]
-        above = levels[number + 1].features[parents[number]] if number + 1 < len(levels) else x
         n = x.shape[1]
-        rows = np.empty((len(x), ENRICHED), x.dtype)
+        rows = np.zeros((len(x), ENRICHED), x.dtype)
         rows[:, :n] = x
         rows[:, n] = number / max(1, len(levels) - 1)
-        rows[:, n + 1: 2 * n + 1] = x - above
-        rows[:, 2 * n + 1: 3 * n + 1] = x - x.sum(0) / len(x)
+        if number + 1 < len(levels):
+            np.subtract(x, levels[number + 1].features[parents[number]], out=rows[:, n + 1: 2 * n + 1])
+        np.subtract(x, x.sum(0) / len(x), out=rows[:, 2 * n + 1: 3 * n + 1])
         rows[:, -1] = [size / sum(sizes) for size in sizes]
         inputs.append(rows)
     return inputs
