@@ -233,7 +233,7 @@ def test_accumulation_leaves_the_same_sums(one_rank):
 def test_missing_slots_are_named(one_rank):
     gpt, context = worker.model()
     sink = worker.buffer(2)
-    with pytest.raises(RuntimeError, match="layer 0 wrote no statistics in micro batch 0 of step 6"):
+    with pytest.raises(RuntimeError, match="layer 0 wrote no statistics in micro batch 0 of step 0"):
         sink.reduce()
     worker.run_step(gpt.train(), context, sink, [[0, 1]], backward=False)
     with pytest.raises(RuntimeError, match="layer 0 wrote no statistics in micro batch 1 of step 6"):

@@ -19,6 +19,7 @@ from aah_dist.config.statistics import COLUMNS
 
 # Elements in one go: on CPU what stays in a core's cache, elsewhere what keeps the launches few.
 CPU_BLOCK, DEVICE_BLOCK = 1 << 19, 1 << 22
+ROW = 128  # elements summed in fp32 at a time: tokens of smaller heads are taken together, short reductions are slow
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,11 @@ class _Blocks:
             yield part if as_is else self.buffer[: len(part)].copy_(part)
 
     def sums(self, part: Tensor) -> Tensor:
-        """[n, T, D] -> float64 [n, 3]: sum, sum of squares, sum of absolute values."""
+        """[n, T, D], contiguous -> float64 [n, 3]: sum, sum of squares, sum of absolute values."""
+        if part.shape[-1] < ROW and part[0].numel() % ROW == 0:
+            part = part.view(len(part), -1, ROW)
         rows = [part.sum(-1), _row_norms(part).square_()]
-        rows.append(torch.abs(part, out=self.buffer[: len(part)]).sum(-1))
+        rows.append(torch.abs(part, out=self.buffer[: len(part)].view_as(part)).sum(-1))
         return torch.stack(rows, 1).sum(-1, dtype=torch.float64)
 
 

@@ -33,7 +33,7 @@ class Settings:
 
     def blocks(self) -> list[np.ndarray]:
         """The units of each head block: equal, contiguous, ascending."""
-        return np.split(np.arange(self.units), self.head_blocks)
+        return list(np.arange(self.units).reshape(self.head_blocks, -1))
 
     def to_heads(self, units: np.ndarray) -> np.ndarray:
         """[..., units] -> [..., heads]: heads of a unit are neighbours."""
