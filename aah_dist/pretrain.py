@@ -38,6 +38,7 @@ def main() -> int:
     device = devices.select_device(config.parallel.device, ranks.local_rank)
     devices.set_threads(device, ranks.local_size)
     check_engine_config(ds_config)
+    start.check_attention(config, ds_config, device)
     if flags.dry_run:
         return dry_run(config, layout, ds_config)
     start.prepare_data(config, ranks)

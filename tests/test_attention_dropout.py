@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from aah_dist.attention import banded, window_attention
+from aah_dist.attention import groups, window_attention
 from aah_dist.attention.dropout import draw_seeds, drop_mask, row_keys
 
 MASK = (1 << 64) - 1
@@ -90,9 +90,13 @@ def test_mask_depends_on_neither_chunks_nor_batch_arrangement(monkeypatch):
         at = slice(sample, sample + 1)
         alone = window_attention(q[at], k[at], v[at], windows, dropout_seeds=seeds[at], **options)
         torch.testing.assert_close(alone, whole[at], rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(banded, "chunk_length", lambda window, share: 32)
+    monkeypatch.setattr(groups, "chunk_length", lambda window, share: 32)
+    for cache in (groups.plan, groups.chunks):
+        cache.cache_clear()
     rechunked = window_attention(q, k, v, windows, dropout_seeds=seeds, **options)
     torch.testing.assert_close(rechunked, whole, rtol=1e-12, atol=1e-12)
+    groups.plan.cache_clear()
+    groups.chunks.cache_clear()
 
 
 def test_part_of_the_mask_equals_the_mask_of_a_part():

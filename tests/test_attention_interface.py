@@ -1,8 +1,5 @@
 """window_attention's arguments, the choice of backend, and the counts of work."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -55,6 +52,7 @@ def test_wrong_tensors(change, word):
 
 @pytest.mark.parametrize("options, word", [
     ({"backend": "sparse"}, "dense, banded"),
+    ({"backend": "flash"}, "use backend banded"),
     ({"dropout_p": 1.0}, "below 1"),
     ({"dropout_p": -0.1}, "at least 0"),
     ({"dropout_p": float("nan")}, "at least 0"),
@@ -80,30 +78,6 @@ def test_scale_and_causal_limit_equal_torch():
     for backend in ("dense", "banded"):
         got = window_attention(q, k, v, [10, 11, 50, 10], backend=backend, scale=0.3)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_auto_says_once_what_it_chose(capfd):
-    backends._announce.cache_clear()
-    for _ in range(3):
-        assert backends.resolve("auto", torch.device("cpu"), torch.float32).name == "banded"
-    assert capfd.readouterr().err.count("attention backend: banded (auto: ") == 1
-
-
-def test_other_ranks_are_silent(capfd, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    backends._announce.cache_clear()
-    backends.resolve("auto", torch.device("cpu"), torch.float32)
-    backends._announce.cache_clear()
-    assert capfd.readouterr().err == ""
-
-
-def test_command_lists_every_backend():
-    done = subprocess.run([sys.executable, "-m", "aah_dist.attention"], capture_output=True, text=True, check=True)
-    for name in backends.BACKENDS:
-        assert f"{name}: " in done.stdout
-    assert "cpu: can run" in done.stdout
-    if not torch.cuda.is_available():
-        assert "cuda: cannot run: " in done.stdout
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 12])

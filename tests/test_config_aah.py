@@ -38,9 +38,9 @@ def error_of(call, *args, **kwargs):
     ({"policy": "simple", "quotas": [0.5, 0.5]}, "aah.quotas [0.5, 0.5] has 2 shares; give one for each of the 4 "
                                                  "aah.windows [0.125, 0.25, 0.5, 1.0]."),
     ({"policy": "simple", "quotas": [0.5, 0.5, 0.5, 0.5]}, "aah.quotas [0.5, 0.5, 0.5, 0.5] must be shares of at least "
-                                                           "0 that sum to 1; they sum to 2."),
+                                                           "0 that sum to 1; the smallest is 0.5, the sum 2."),
     ({"policy": "simple", "quotas": [1.5, -0.5, 0.0, 0.0]}, "aah.quotas [1.5, -0.5, 0.0, 0.0] must be shares of at "
-                                                            "least 0 that sum to 1; they sum to 1."),
+                                                            "least 0 that sum to 1; the smallest is -0.5, the sum 1."),
     ({"policy": "fixed_window"}, "aah.policy fixed_window needs aah.fixed_window, for example --aah.fixed_window 128."),
     ({"policy": "layer_pattern"}, "aah.policy layer_pattern needs aah.layer_pattern, for example --aah.layer_pattern "
                                   "'[0.25, 0.25, 0.25, 1.0]'."),
@@ -94,7 +94,7 @@ def test_a_field_without_effect_is_refused(changes, parts):
 
 def test_what_a_preset_may_keep_is_accepted_under_every_policy():
     kept = {"windows": [3, 9], "warmup_steps": 1, "interval": 2, "backend": "dense", "head_blocks": 2,
-            "entropy_rows": 3, "control_unit": "kv_group"}
+            "entropy_rows": 3}
     assert set(kept) == KEPT
     for extra in ({}, {"policy": "fixed_window", "fixed_window": 1}, {"policy": "frozen", "plan": "x"},
                   {"policy": "layer_pattern", "layer_pattern": [1]}, {"policy": "adaptive"}, {"policy": "simple"}):

@@ -31,7 +31,7 @@ def test_head_blocks(given, tp, heads, kv_heads, unit, blocks):
 
 
 @pytest.mark.parametrize("given, tp, kv_heads, unit, parts", [
-    (5, 1, None, "head", ["aah.head_blocks 5", "model.num_heads 12", "TP 1", "give 1 or 2 or 3 or 4 or 6 or 12"]),
+    (5, 1, None, "head", ["aah.head_blocks 5", "model.num_heads 12; give 1 or 2 or 3 or 4 or 6 or 12."]),
     (3, 2, None, "head", ["aah.head_blocks 3", "multiple of TP 2", "give 1 or 2 or 4 or 6 or 12"]),
     (2, 4, None, "head", ["aah.head_blocks 2", "TP 4", "give 1 or 4 or 12"]),
     (24, 2, None, "head", ["aah.head_blocks 24"]),
@@ -114,7 +114,7 @@ def test_no_such_notes_where_nothing_is_decided(regime):
     ("full_adaptive", {}, "full attention for 20 steps, then one of 64, 128, 256, 512 keys a head, decided every 5 "
                           "steps; 2 head blocks"),
     ("full_adaptive", {"aah.head_blocks": 1, "aah.warmup_steps": 0, "aah.interval": 1},
-     "one of 64, 128, 256, 512 keys a head, decided every step; 1 head block"),
+     "full attention for 1 step, then one of 64, 128, 256, 512 keys a head, decided every step; 1 head block"),
     ("full_adaptive", {"aah.control_unit": "kv_group", "model.seq_length": 64},
      "full attention for 20 steps, then one of 8, 16, 32, 64 keys a KV group, decided every 5 steps; 2 head blocks"),
     ("grouping_off", {}, "full attention for 20 steps, then one of 64, 128, 256, 512 keys a head, decided every 5 "
@@ -122,8 +122,8 @@ def test_no_such_notes_where_nothing_is_decided(regime):
     ("control_off", {}, "full attention for the whole run; decisions are recorded, none is executed"),
     ("shallow_shuffle_post_select", {}, "full attention for 20 steps, then one of 64, 128, 256, 512 keys a head, "
                                         "decided every 5 steps, shuffled every step; 2 head blocks"),
-    ("shallow_random_uniform", {}, "full attention for 20 steps, then one of 64, 128, 256, 512 keys a head, drawn at "
-                                   "random every step; 2 head blocks"),
+    ("shallow_random_uniform", {}, "one of 64, 128, 256, 512 keys a head, drawn at random every step from step 0 on; "
+                                   "decisions are recorded, none is executed"),
     ("simple_policy", {}, "full attention for 20 steps, then 64, 128, 256, 512 keys in equal shares, heads sorted by "
                           "entropy, decided every 5 steps"),
     ("simple_policy", {"aah.quotas": [0.5, 0.25, 0.25, 0.0]},

@@ -141,7 +141,7 @@ def test_the_presets_name_the_papers_method():
 
 def test_what_a_preset_sets_for_its_own_policy_does_not_reach_another_regime(tmp_path):
     kept = {"windows": [3, 500], "warmup_steps": 9, "interval": 3, "backend": "dense", "head_blocks": 4,
-            "entropy_rows": 7, "control_unit": "kv_group"}
+            "entropy_rows": 7}
     own = {"plan": "p.yaml", "plan_step": 2, "fixed_window": 7, "layer_pattern": [1], "quotas": [0.5, 0.5],
            "ablation": "shuffle", "topology": "reuse", "max_depth": 2, "grouping": False, "window_control": False,
            "policy": "simple", "scorer": "independent", "feature_ema": 0.0, "control_precision": "fp32"}

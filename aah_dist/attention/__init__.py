@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aah_dist.attention.backends import resolve
+from aah_dist.attention.backends import Inputs, check_backend, resolve
 from aah_dist.attention.dropout import draw_seeds
 from aah_dist.attention.windows import Windows, as_windows
 from aah_dist.config.schema import ConfigError
 
-__all__ = ["window_attention"]
+__all__ = ["check_backend", "window_attention"]
 
 
 def window_attention(
@@ -29,7 +29,8 @@ def window_attention(
     A window of W is W keys, the query's own included; W of at least T is plain causal attention.
 
     q: [B, H, T, D]; k, v: [B, H_kv, T, D] with H a multiple of H_kv (head h reads key/value head h // (H / H_kv)).
-    Any strides; fp32, fp64, bf16 or fp16, all three alike.  Softmax and sums are in fp32 (fp64 for fp64).
+    Any strides; fp32, fp64, bf16 or fp16, all three alike, as far as the backend takes them.  Softmax and sums are in
+    fp32 (fp64 for fp64).
     windows: H integers of at least 1 (list, tuple, numpy array or CPU tensor); they may change from call to call.
     backend: "auto" or a name that `python -m aah_dist.attention` lists.
     scale: factor on the scores; D ** -0.5 unless given.
@@ -38,13 +39,17 @@ def window_attention(
     dropout_seeds: int64 [B, H]; drawn from torch's default CPU generator when dropout_p > 0 and none are given.
 
     Returns [B, H, T, D] in q's dtype, differentiable once in q, k and v.  Results do not vary from run to run on CPU
-    for a given number of threads.
+    for a given number of threads, nor on CUDA with triton; with flash they do not under
+    torch.use_deterministic_algorithms.
     Raises ConfigError (a ValueError) when an argument does not fit this description or the backend cannot take it.
     """
     _check_tensors(q, k, v)
     if not 0 <= dropout_p < 1:
         raise ConfigError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1.")
     batch, heads, length, size = q.shape
+    windows = as_windows(windows, heads)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    chosen = resolve(backend, Inputs(q.device, q.dtype, length, size, dropout_p, training))
     seeds = None
     if dropout_p > 0:
         seeds = draw_seeds(batch, heads) if dropout_seeds is None else dropout_seeds
@@ -52,8 +57,7 @@ def window_attention(
             raise ConfigError(f"dropout_seeds are {seeds.dtype} {list(seeds.shape)}; int64 {[batch, heads]}, one for "
                               "each sample and head, are needed.")
         seeds = seeds.to(q.device)
-    run = resolve(backend, q.device, q.dtype, length).run
-    return run(q, k, v, as_windows(windows, heads), size**-0.5 if scale is None else scale, dropout_p, seeds)
+    return chosen.run(q, k, v, windows, size**-0.5 if scale is None else scale, dropout_p, seeds)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

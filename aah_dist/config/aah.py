@@ -27,8 +27,8 @@ _ONLY_WITH = (
     ("grouping topology max_depth min_group_size similarity_threshold upper_threshold norm_difference_scale "
      "churn_bonus upper_metric upper_l2_threshold scorer scorer_hidden joint_hidden logit_scale joint_scale "
      "parent_constraint", "policy", ("adaptive",)),
-    ("feature_ema window_control resolution_ema ramp_steps ablation control_precision collapse_fraction", "policy",
-     CONTROLLERS),
+    ("control_unit feature_ema window_control resolution_ema ramp_steps ablation control_precision collapse_fraction",
+     "policy", CONTROLLERS),
     ("topology max_depth min_group_size similarity_threshold upper_threshold norm_difference_scale churn_bonus "
      "upper_metric upper_l2_threshold joint_hidden joint_scale parent_constraint feature_ema", "grouping", (True,)),
     ("resolution_ema ramp_steps ablation", "window_control", (True,)),
@@ -136,6 +136,8 @@ class AahConfig:
         for name in ("feature_ema", "resolution_ema", "collapse_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"aah.{name} is {getattr(self, name)}; it must lie in [0, 1].")
+        if not -1 <= self.similarity_threshold <= 1:
+            raise ConfigError(f"aah.similarity_threshold is {self.similarity_threshold}; a cosine lies in [-1, 1].")
         if self.head_blocks != "auto" and self.head_blocks < 1:
             raise ConfigError(f"aah.head_blocks is {self.head_blocks}; give auto or a number of at least 1.")
         self._check_windows()
@@ -163,8 +165,8 @@ class AahConfig:
             raise ConfigError(f"aah.quotas {self.quotas} has {len(self.quotas)} shares; give one for each of the "
                               f"{len(self.windows)} aah.windows {self.windows}.")
         if not all(share >= 0 for share in self.quotas) or not math.isclose(sum(self.quotas), 1, abs_tol=1e-6):
-            raise ConfigError(f"aah.quotas {self.quotas} must be shares of at least 0 that sum to 1; they sum to "
-                              f"{sum(self.quotas):g}.")
+            raise ConfigError(f"aah.quotas {self.quotas} must be shares of at least 0 that sum to 1; the smallest is "
+                              f"{min(self.quotas):g}, the sum {sum(self.quotas):g}.")
 
     def _check_effect(self) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}

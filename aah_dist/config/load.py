@@ -15,7 +15,7 @@ from aah_dist.config.schema import ConfigError, RunConfig
 FOLDER = Path(__file__).parent
 Values = Dict[str, Any]
 # What a preset says of aah under any regime: the sizes of its model and its schedule. All else is the regime's.
-KEPT = {"windows", "warmup_steps", "interval", "backend", "head_blocks", "entropy_rows", "control_unit"}
+KEPT = {"windows", "warmup_steps", "interval", "backend", "head_blocks", "entropy_rows"}
 
 
 def load_config(preset: str = "demo", regime: Optional[str] = None,

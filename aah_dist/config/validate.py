@@ -12,7 +12,7 @@ from aah_dist.config.windows import candidate_windows
 
 MAY_CHANGE = {
     "train": {"steps", "decay_steps", "eval_interval", "eval_samples"},
-    "aah": {"backend"},
+    "aah": {"backend", "collapse_fraction"},
 }
 LAYOUT_FIELDS = {"train": ("micro_batch_size", "recompute"), "parallel": ("sequence_parallel",)}
 
@@ -87,8 +87,9 @@ def resolve_head_blocks(config: RunConfig, layout: Layout, old: Optional[RunConf
     blocks = layout.tp if given == "auto" else given
     valid = [s for s in range(1, units + 1) if units % s == 0 and (s == 1 or s % layout.tp == 0)]
     if blocks not in valid:
-        raise ConfigError(f"aah.head_blocks {given} must divide {name} {units} and be 1 or a multiple of TP "
-                          f"{layout.tp}; give {' or '.join(map(str, valid))}.")
+        fits = f" and be 1 or a multiple of TP {layout.tp}" if layout.tp > 1 else ""
+        raise ConfigError(f"aah.head_blocks {given} must divide {name} {units}{fits}; give "
+                          f"{' or '.join(map(str, valid))}.")
     return blocks
 
 

@@ -146,8 +146,8 @@ class Controller:
         scorers = {name for name in shapes if name.count("/") == 2}  # the rest depends on what was decided so far
         if not same or not scorers <= arrays.keys() or any(arrays[name].shape != shapes.get(name) for name in arrays):
             raise ConfigError(f"the checkpoint's controller state is not one of {settings.layers} layers, "
-                              f"{settings.units} units and {settings.head_blocks} head blocks; resume the run it "
-                              "belongs to.")
+                              f"{settings.units} units and {settings.head_blocks} head blocks; move that checkpoint's "
+                              "folder away to continue from the one before it.")
         self.choice, self.ema = arrays.get("choice"), arrays.get("resolution_ema")
         self.layers = [LayerState(arrays.get(f"{layer}/feature_ema"), arrays.get(f"{layer}/map"), topology)
                        for layer, topology in enumerate(values["topologies"])]

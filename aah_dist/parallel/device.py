@@ -5,6 +5,8 @@ answer here, through public names, so that the rest of the project has one code 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -92,6 +94,24 @@ def peak_flops(device: torch.device) -> float | None:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def annotate(name: str, device: torch.device) -> Iterator[None]:
+    """A range of that name for NVIDIA's profilers, which ends when its kernels have; nothing on CPU.
+
+    It is an NVTX start/end range: a push/pop range holds for one thread, and backward passes run in another.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    synchronize(device)
+    number = torch.cuda.nvtx.range_start(name)
+    try:
+        yield
+        synchronize(device)
+    finally:
+        torch.cuda.nvtx.range_end(number)
 
 
 def memory(device: torch.device) -> dict[str, float]:

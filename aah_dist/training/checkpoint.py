@@ -9,6 +9,7 @@ at any layout) and the run's configuration.  No file in it is trusted to hold co
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -65,12 +66,15 @@ class Checkpoint:
 
     def policy(self) -> PolicyState:
         """The windows and the controller's state.  Raises: ConfigError if the latter cannot be read."""
-        try:
-            arrays = safetensors.numpy.load_file(self.path / _CONTROLLER) if self.manifest["controller"] else {}
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path / _CONTROLLER} is damaged ({error}); move that folder away to continue from "
-                              "the checkpoint before it.") from error
-        return PolicyState(self.windows, arrays, self.manifest["controller"])
+        values = dict(self.manifest["controller"])
+        if not values:
+            return PolicyState(self.windows, {}, {})
+        content = (self.path / _CONTROLLER).read_bytes()
+        # A wrong choice would train on without a sign, so this file's content is checked as well as its size.
+        if hashlib.sha256(content).hexdigest() != values.pop("sha256", None):
+            raise ConfigError(f"{self.path / _CONTROLLER} is not what was written (its sha256 differs); move that "
+                              "folder away to continue from the checkpoint before it.")
+        return PolicyState(self.windows, safetensors.numpy.load(content), values)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -192,13 +196,15 @@ def weights_name(tp_rank: int, tp_size: int) -> str:
 def _seal(partial: Path, final: Path, step: int, config: RunConfig, layout: Layout, policy: PolicyState,
           facts: dict) -> None:
     save_config(config, partial / "config.yaml")
-    if policy.values:
-        safetensors.numpy.save_file({name: np.ascontiguousarray(a) for name, a in policy.arrays.items()},
-                                    partial / _CONTROLLER)
+    controller = dict(policy.values)
+    if controller:
+        content = safetensors.numpy.save({name: np.ascontiguousarray(a) for name, a in policy.arrays.items()})
+        (partial / _CONTROLLER).write_bytes(content)
+        controller["sha256"] = hashlib.sha256(content).hexdigest()
     written = [file for file in sorted(partial.rglob("*")) if file.is_file()]
     files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
     manifest = {"format": FORMAT, "step": step, "tp": layout.tp, "dp": layout.dp,
-                "windows": policy.windows.tolist(), "controller": policy.values, **facts, "files": files}
+                "windows": policy.windows.tolist(), "controller": controller, **facts, "files": files}
     for name in files:
         sync(partial / name)
     write_atomically(partial / "manifest.json", json.dumps(manifest, indent=1))

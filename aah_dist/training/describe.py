@@ -47,14 +47,18 @@ def windows_in_words(config: RunConfig) -> str:
         shares = "equal shares" if aah.quotas is None else f"shares of {', '.join(map(str, aah.quotas))}"
         rule = f"{keys} keys in {shares}, heads sorted by entropy"
     decided = "decided every " + ("step" if aah.interval == 1 else f"{aah.interval} steps")
-    how = {"none": decided, "shuffle": f"{decided}, shuffled every step",
-           "random_uniform": "drawn at random every step"}
-    start = f"full attention for {aah.warmup_steps} steps, then " if aah.warmup_steps else ""
+    how = decided if aah.ablation == "none" else f"{decided}, shuffled every step"
+    if aah.ablation == "random_uniform":
+        return f"{rule}, drawn at random every step from step 0 on; decisions are recorded, none is executed"
+    first = max(1, aah.warmup_steps)
+    start = f"full attention for {first} step{'s' if first > 1 else ''}, then "
+    if aah.ramp_steps:
+        start += f"narrowing over {aah.ramp_steps} steps to "
     groups = ""
     if aah.policy == "adaptive":
         blocks = f"; {aah.head_blocks} head block{'' if aah.head_blocks == 1 else 's'}"
         groups = blocks if aah.grouping else "; no groups"
-    return f"{start}{rule}, {how[aah.ablation]}{groups}"
+    return f"{start}{rule}, {how}{groups}"
 
 
 def memory_lines(config: RunConfig, layout: Layout, ds_config: dict, vocab_size: int) -> list[str]:

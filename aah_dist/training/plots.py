@@ -82,11 +82,14 @@ def context(run: RunRecords) -> Figure:
              ("aah/exact_pair_ratio", ORANGE, "--", "exact pair ratio: causal query-key pairs computed / all"))
     last = {}
     for key, color, style, label in lines:
-        steps, values = run.series(key)
-        axes.plot(steps, values, color=color, ls=style, lw=2, marker="o" if len(steps) < 20 else None, ms=4,
+        steps, values, every_step = run.context_ratio(key)
+        if not len(values):
+            continue
+        if every_step:
+            steps, values = np.append(steps, run.steps_done), np.append(values, values[-1])
+        axes.plot(steps, values, color=color, ls=style, lw=2, drawstyle="steps-post" if every_step else "default",
                   label=label, clip_on=False)
-        if len(values):
-            last[key] = values[-1]
+        last[key] = values[-1]
     warmup = run.config.aah.warmup_steps if run.config.aah.decides and run.config.aah.window_control else 0
     if warmup:
         axes.axvspan(0, min(warmup, run.steps_done), color="#ececec", lw=0,

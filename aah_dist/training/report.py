@@ -114,8 +114,12 @@ def _context_rows(run: RunRecords) -> list[Row]:
                                ("exact pair ratio", "aah/exact_pair_ratio", "causal query-key pairs computed / all")):
         steps, values = run.series(key)
         rows.append((f"{name}, end", *_last(steps, values, key, meaning)))
-        mean = f"{values.mean():.4f}" if len(values) else _UNKNOWN
-        rows.append((f"{name}, mean over the run", mean, f"metrics.jsonl, {key}: mean of {len(values)} logged values"))
+        begins, values, every_step = run.context_ratio(key)
+        weights = np.diff(np.append(begins, run.steps_done)) if every_step else np.ones(len(values))
+        mean = f"{np.average(values, weights=weights):.4f}" if len(values) else _UNKNOWN
+        source = "policy.jsonl: mean over all steps done" if every_step else \
+            f"metrics.jsonl, {key}: mean of {len(values)} logged values"
+        rows.append((f"{name}, mean over the run", mean, source))
     aah = run.config.aah
     if aah.decides:
         decisions = len(range(max(1, aah.warmup_steps), run.steps_done, aah.interval))
@@ -140,7 +144,8 @@ def _speed_rows(run: RunRecords) -> list[Row]:
 
 
 def _windows_sentence(run: RunRecords) -> str:
-    since = f"the last line of policy.jsonl, in force from 0-based step {int(run.policy.steps[-1]):,} on"
+    since = f"the line of policy.jsonl that was in force at the last step done, from 0-based step " \
+            f"{int(run.policy.steps[-1]):,} on"
     if run.policy.ablation:
         return (f"The controller's raw choices ({since}); {run.policy.ablation} redraws the executed windows at every "
                 "step, so no single map is in force.")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from aah_dist.config.load import read_config
+from aah_dist.config.pairs import acr, exact_pair_ratio
 from aah_dist.config.schema import ConfigError, RunConfig
 
 
@@ -54,6 +55,16 @@ class RunRecords:
     def fact(self, key: str) -> object | None:
         """What the run wrote down once, when it started; None if it did not."""
         return next((line[key] for line in self.metrics if key in line), None)
+
+    def context_ratio(self, key: str) -> tuple[np.ndarray, np.ndarray, bool]:
+        """aah/ACR or aah/exact_pair_ratio as a step function: 0-based steps it starts to hold at, values, and whether
+        it is that of every step (from the policy); of redrawn windows only the logged values are known."""
+        if self.policy.ablation is not None:
+            steps, values = self.series(key)
+            return steps - 1, values, False
+        ratio = {"aah/ACR": acr, "aah/exact_pair_ratio": exact_pair_ratio}[key]
+        values = [ratio(windows, self.config.model.seq_length) for windows in self.policy.windows]
+        return self.policy.steps, np.array(values), True
 
     @property
     def steps_done(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from aah_dist.attention import check_backend
 from aah_dist.config.load import read_config
 from aah_dist.config.pairs import acr, exact_pair_ratio
 from aah_dist.config.schema import ConfigError
@@ -60,6 +61,9 @@ def score(settings: Settings) -> dict[str, object]:
     layout = resolve_layout(config, ranks.world_size)
     device = devices.select_device(settings.device, ranks.local_rank)
     devices.set_threads(device, ranks.local_size)
+    dtype = torch.bfloat16 if checkpoint.manifest["precision"] == "bf16" else torch.float32
+    check_backend(config.aah.backend, device, dtype, config.model.seq_length, config.model.head_dim, dropout_p=0.0,
+                  training=False)
     launch.form_process_group(devices.communication_backend(device), config.parallel.timeout_minutes)
     mpu = topology.form_groups(layout.tp, config.parallel.timeout_minutes)
     devices.make_portable(device, config.train.seed)
@@ -67,8 +71,7 @@ def score(settings: Settings) -> dict[str, object]:
     context = StepContext(config.train.seed, checkpoint.windows, config.aah.backend)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     model = build_gpt(config.model, checkpoint.manifest["vocab_size"], context, tp_rank=tp_rank, tp_size=layout.tp,
-                      sequence_parallel=False, recompute=False, seed=config.train.seed, device=device,
-                      dtype=torch.bfloat16 if checkpoint.manifest["precision"] == "bf16" else torch.float32)
+                      sequence_parallel=False, recompute=False, seed=config.train.seed, device=device, dtype=dtype)
     checkpoints.load_weights(model, checkpoint, tp_rank, layout.tp)
     forward, windows = model, [checkpoint.windows]
     if settings.policy == "adapt":

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from aah_dist.attention import check_backend
 from aah_dist.config.deepspeed import offloads_optimizer, precision
 from aah_dist.config.load import read_config, to_yaml
 from aah_dist.config.schema import ConfigError, RunConfig
@@ -49,6 +50,13 @@ def open_data(config: RunConfig) -> PreparedData:
         raise ConfigError(f"model.vocab_size {config.model.vocab_size} is below the {data.vocab_size} tokens of "
                           f"{config.data.path}; give {data.vocab_size} or leave it unset.")
     return data
+
+
+def check_attention(config: RunConfig, ds_config: dict, device: torch.device) -> None:
+    """Raises: ConfigError if aah.backend cannot run this model here; says once what auto means."""
+    model = config.model
+    dtype = torch.bfloat16 if precision(ds_config) == "bf16" else torch.float32
+    check_backend(config.aah.backend, device, dtype, model.seq_length, model.head_dim, model.attention_dropout_p)
 
 
 def join_job(config: RunConfig, ds_config: dict, tp: int, device: torch.device) -> topology.DeepSpeedMPU:

@@ -1,0 +1,12 @@
+/* Ranges for callgrind: counting is off until a range begins, and each range ends in a dump of its own. */
+#include <valgrind/callgrind.h>
+
+void range_begin(void) {
+    CALLGRIND_START_INSTRUMENTATION;
+    CALLGRIND_ZERO_STATS;
+}
+
+void range_end(const char *name) {
+    CALLGRIND_DUMP_STATS_AT(name);
+    CALLGRIND_STOP_INSTRUMENTATION;
+}
