@@ -20,7 +20,8 @@ def use(monkeypatch):
 
 def results(kv_heads, length, windows, dropout_p):
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, heads, length, 16, generator=generator).requires_grad_() for heads in (6, *[kv_heads] * 2))
+    q, k, v = (torch.randn(2, heads, length, 16, generator=generator).requires_grad_()
+               for heads in (6, kv_heads, kv_heads))
     seeds = torch.arange(12).view(2, 6)
     out = window_attention(q, k, v, windows, backend="banded", dropout_p=dropout_p, dropout_seeds=seeds)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.cos(out.detach()))]

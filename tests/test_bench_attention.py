@@ -17,7 +17,8 @@ def test_table():
     assert run.returncode == 0, run.stderr
     for word in ("commit", "versions", "hardware", "method", "T 128, D 8"):
         assert word in run.stdout
-    rows = {line[:10].strip(): line[10:].split() for line in run.stdout.splitlines() if line[:10].strip() in bench.COUNTS}
+    lines = [(line[:10].strip(), line[10:].split()) for line in run.stdout.splitlines()]
+    rows = {name: row for name, row in lines if name in bench.COUNTS}
     assert set(rows) == set(bench.COUNTS)
     for mix, row in rows.items():
         floor, cells, *ratios = map(float, row)

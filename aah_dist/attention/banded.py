@@ -1,12 +1,14 @@
 """Attention that computes each head's band only, in chunks of queries; long full heads by causal flash on CPU.
 
-Shapes: B samples, H query heads, H_kv key/value heads, T tokens, D head size, W window.  groups.py says what is computed
-together: a slab of n key/value heads, and in it the m query heads of each that have the same window.  Their queries
-[n*m, T, D] meet keys and values [n, T, D] in chunks of c positions, as products of [n, m*c, D] with [n, keys, D]: K and V
-are never expanded.  With n = 1 the leading dimension is left out, with n*m = 1 that of the queries as well.
+Shapes: B samples, H query heads, H_kv key/value heads, T tokens, D head size, W window.  groups.py says what is
+computed together: a slab of n key/value heads, and in it the m query heads of each that have the same window.  Their
+queries [n*m, T, D] meet keys and values [n, T, D] in chunks of c positions, as products of [n, m*c, D] with
+[n, keys, D]: K and V are never expanded.  Where n = 1 these tensors lack the dimension n, where n*m = 1 the dimension
+n*m.
 
-Only q, k, v are saved, with the output and its log-sum-exp if flash is used; the backward pass computes the probabilities again.  All work is done in
-fp32, or in fp64 for fp64 inputs.  On CPU slabs run on as many threads as torch uses, with the same result on any number.
+Only q, k, v are saved, with the output and its log-sum-exp if flash is used; the backward pass computes the
+probabilities again.  All work is done in fp32, or in fp64 for fp64 inputs.  On CPU slabs run on as many threads as
+torch uses, with the same result on any number.
 """
 
 from __future__ import annotations

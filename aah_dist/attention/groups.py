@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 KEY_ALIGN = 16  # a chunk's keys start at a multiple of this: aligned rows, and even, as drop_mask needs
-CACHE_BYTES = 2 << 20  # what one chunk may touch, over the heads of a slab
+CACHE_BYTES = 4 << 20  # what one chunk may touch, over the heads of a slab
 FLASH_BLOCK = 256, 512  # queries and keys in a block of the library's causal flash on CPU, from 768 tokens on
 
 Index = int | slice | Tensor

@@ -36,6 +36,7 @@ class _Workers:
 
 
 def _use_one_thread(everyone: threading.Barrier) -> None:
+    torch.get_num_threads()  # takes the process-wide default, which would later replace what is set here
     torch.set_num_threads(1)
     everyone.wait()
 

@@ -1,12 +1,12 @@
 """What windows save on CPU, against causal attention: python -m aah_dist.bench.attention
 
 window_attention with the banded backend, forward and forward + backward, against
-F.scaled_dot_product_attention(is_causal=True) on the same fp32 inputs, 12 heads.  A mix is written as the number of heads
-with windows of T/8, T/4, T/2 and T.  The default measures T 4096, D 128; --all measures T 1024 to 8192 and D 64 and 128.
+F.scaled_dot_product_attention(is_causal=True) on the same fp32 inputs, 12 heads.  A mix is written as the number of
+heads with windows of T/8, T/4, T/2 and T.  The default measures T 4096, D 128; --all T 1024 to 8192, D 64 and 128.
 
-Columns: floor = causal query-key pairs inside the windows over all causal pairs; cells = what is computed, counted from
-the backend's own plan, over the pairs inside the windows; then ratios to causal attention, of CPU time with one thread, of
-wall clock with two, and of memory.
+Columns: floor = causal query-key pairs inside the windows over all causal pairs; cells = what is computed, counted
+from the backend's own plan, over the pairs inside the windows; then ratios to causal attention, of CPU time with one
+thread, of wall clock with two, and of memory.
 """
 
 import argparse
@@ -51,14 +51,16 @@ def main() -> None:
         print(json.dumps(memory(args.memory, args.lengths[0], args.sizes[0])))
         return
     print(describe("torch"))
-    print(f"method    fp32, {HEADS} heads, B 1; one untimed call of each, then {args.rounds} rounds in turn in one process; "
-          "medians of each round's ratio\n"
-          "          to causal; memory: growth of the resident size to its peak over a second forward + backward, output "
-          "and gradients\n"
-          "          included, in a new process for each, one thread, glibc set to return every block of 1 MiB")
-    shapes = [(t, d) for t in LENGTHS for d in SIZES] if args.all else [(t, d) for t in args.lengths for d in args.sizes]
-    for length, size in shapes:
-        report(length, size, args.mixes, args.rounds)
+    print(f"method    fp32, {HEADS} heads, B 1; one untimed call of each, then {args.rounds} rounds in turn in one "
+          "process; medians of each\n"
+          "          round's ratio to causal; memory: growth of the resident size to its peak over a second forward + "
+          "backward,\n"
+          "          output and gradients included, in a new process for each, one thread, blocks of 1 MiB unmapped "
+          "when freed")
+    lengths, sizes = (LENGTHS, SIZES) if args.all else (args.lengths, args.sizes)
+    for length in lengths:
+        for size in sizes:
+            report(length, size, args.mixes, args.rounds)
 
 
 def report(length: int, size: int, mixes: list[str], rounds: int) -> None:
@@ -66,8 +68,8 @@ def report(length: int, size: int, mixes: list[str], rounds: int) -> None:
     one, two = (times(length, size, names, rounds, threads) for threads in (1, 2))
     peaks = {name: memory_in_new_process(name, length, size) for name in names}
     causal = [statistics.median(step[CAUSAL][part] for step in steps) for steps in (one, two) for part in (0, 1)]
-    print(f"\nT {length}, D {size}; causal: one thread {causal[0]:.3f} s forward, {causal[1]:.3f} s forward + backward; "
-          f"two threads {causal[2]:.3f} s, {causal[3]:.3f} s; {peaks[CAUSAL]:.0f} MiB")
+    print(f"\nT {length}, D {size}; causal: one thread {causal[0]:.3f} s forward, {causal[1]:.3f} s forward + "
+          f"backward; two threads {causal[2]:.3f} s, {causal[3]:.3f} s; {peaks[CAUSAL]:.0f} MiB")
     print(f"{'':<10}{'':>7}{'':>7}  {'one thread, CPU time':^28}  {'two threads, wall clock':^23}")
     print(f"{'mix':<10}{'floor':>7}{'cells':>7}{'fwd':>8}{'fwd+bwd':>10}{'to reach':>10}{'fwd':>10}{'fwd+bwd':>10}"
           f"{'memory':>10}")
@@ -108,7 +110,7 @@ def attention(name: str, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def times(length: int, size: int, names: list[str], rounds: int, threads: int) -> list[dict[str, tuple[float, float]]]:
-    """For each round and name, seconds of forward and of forward + backward: CPU time with one thread, else wall clock."""
+    """Seconds of forward and of forward + backward for each round and name: CPU time of one thread, else wall clock."""
     clock: Callable[[], float] = time.process_time if threads == 1 else time.perf_counter
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
