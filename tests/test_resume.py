@@ -98,7 +98,7 @@ def test_run_stopped_killed_and_damaged_equals_an_uninterrupted_one(tiny_data: P
     assert curve(records(run / "metrics.jsonl")) == curve(records(whole / "metrics.jsonl"))
     assert [line["step"] for line in records(run / "metrics.jsonl")] == list(range(STEPS + 1))
     assert records(run / "policy.jsonl") == records(whole / "policy.jsonl")
-    assert len(records(run / "policy.jsonl")) == 1
+    assert len(records(run / "policy.jsonl")) > 1, "no window was decided in the steps that were repeated"
     # W&B: one folder a start, so rank 0 only; all of the same run.
     services = [path.name for path in (run / "wandb").glob("offline-run-*")]
     assert len(services) == 3 and len({name.rpartition("-")[2] for name in services}) == 1
