@@ -186,4 +186,6 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype, length: i
     dtype: of the attention inputs.  dropout_p: model.attention_dropout_p.
     Raises ConfigError, naming aah.backend, when it cannot run here.
     """
-    return resolve(name, Inputs(device, dtype, length, head_size, dropout_p, training), "aah.backend").name
+    inputs = Inputs(device, dtype, length, head_size, dropout_p, training)
+    # What auto means is said when the first layer asks, not here: the run may still be refused.
+    return choose(inputs)[0] if name == "auto" else resolve(name, inputs, "aah.backend").name

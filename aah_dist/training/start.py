@@ -53,7 +53,7 @@ def open_data(config: RunConfig) -> PreparedData:
 
 
 def check_attention(config: RunConfig, ds_config: dict, device: torch.device) -> None:
-    """Raises: ConfigError if aah.backend cannot run this model here; says once what auto means."""
+    """Raises: ConfigError if aah.backend cannot run this model here."""
     model = config.model
     dtype = torch.bfloat16 if precision(ds_config) == "bf16" else torch.float32
     check_backend(config.aah.backend, device, dtype, model.seq_length, model.head_dim, model.attention_dropout_p)
