@@ -7,7 +7,6 @@ cores, the absence of races, nor speed.
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from aah_dist.attention import triton_attention as module
 from aah_dist.config.schema import ConfigError
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the dev extra)")
 def test_kernels_in_the_interpreter():
     """In a process of its own: TRITON_INTERPRET must be set before the first import of triton, by whomever."""
     cases = str(REPOSITORY / "tests" / "triton_cases.py")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 GOLDEN = Path(os.environ.get("AAH_GOLDEN_DIR", Path(__file__).parent / "golden"))
-pytestmark = pytest.mark.skipif(not (GOLDEN / "manifest.json").exists(), reason=f"no golden data in {GOLDEN}")
 KNIFE_EDGE = 1e-5
 TALLY = Counter()
 
@@ -29,8 +28,6 @@ def _tally():
 
 def load(name):
     path = GOLDEN / name
-    if not path.exists():
-        pytest.skip(f"{name} is not in {GOLDEN}")
     TALLY[name] += 0
     return json.loads(path.read_text()) if name.endswith(".json") else np.load(path)
 

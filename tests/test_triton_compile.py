@@ -7,9 +7,7 @@ fast on a device is not.
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 
-import pytest
 from ranks import REPOSITORY, environment
 
 MAX_SPILL = 64
@@ -18,7 +16,6 @@ MAX_SHARED = 99 << 10
 """Bytes of shared memory a program; what consumer GPUs (sm_86, sm_89) have, the least since sm_80."""
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the dev extra)")
 def test_kernels_compile_and_keep_to_their_registers(tmp_path):
     compiler = environment(TRITON_CACHE_DIR=str(tmp_path / "cache"))
     compiler.pop("TRITON_INTERPRET", None)
