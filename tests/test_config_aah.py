@@ -3,18 +3,11 @@
 from pathlib import Path
 
 import pytest
+from refusals import error_of
 
 from aah_dist.config import load
 from aah_dist.config.load import KEPT
-from aah_dist.config.schema import AahConfig, ConfigError
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
+from aah_dist.config.schema import AahConfig
 
 
 @pytest.mark.parametrize("changes, text", [

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from refusals import error_of
 
 from aah_dist.config.cli import parse_args
 from aah_dist.config.load import base_values, config_hash, load_config, read_config, save_config
 from aah_dist.config.parser import FIELDS
-from aah_dist.config.schema import ConfigError, ModelConfig, RunConfig
+from aah_dist.config.schema import ModelConfig, RunConfig
 
 pytestmark = pytest.mark.usefixtures("frozen_demo")
 
@@ -18,14 +19,6 @@ EXAMPLE = ("--train.steps 20 --train.micro_batch_size 1 --train.global_batch_siz
            "--model.seq_length 512 --model.num_layers 4 --model.hidden_size 192 --model.num_heads 12 "
            "--model.num_kv_heads 4 --parallel.tensor_parallel_size 2 --parallel.sequence_parallel true "
            "--model.dropout 0 --aah.windows [64,128,256,512] --checkpoint.interval 100 --log.interval 10").split()
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 def test_no_argument_is_the_demo_preset():

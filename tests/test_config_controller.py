@@ -3,18 +3,10 @@
 import dataclasses
 
 import pytest
+from refusals import error_of
 
 from aah_dist.config.load import load_config
-from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import Layout, check_resume, notes, resolve_head_blocks, resolve_layout
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 @pytest.mark.parametrize("given, tp, heads, kv_heads, unit, blocks", [

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import error_of
 
 from aah_dist.config import ds_keys
 from aah_dist.config.deepspeed import (
@@ -16,7 +17,6 @@ from aah_dist.config.deepspeed import (
     zero_stage,
 )
 from aah_dist.config.load import load_config
-from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import Layout
 
 pytestmark = pytest.mark.usefixtures("frozen_demo")
@@ -25,14 +25,6 @@ LAYOUT = Layout(tp=2, dp=2, accumulation=2, world_size=4)
 CONFIG = load_config(str(Path(__file__).parent / "config" / "demo.yaml"))
 NAMES = {"zero1": ("bf16", 1), "zero2": ("bf16", 2), "zero3": ("bf16", 3), "zero2_offload": ("bf16", 2),
          "zero2_fp32": ("fp32", 2)}
-
-
-def error_of(call, *args):
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import error_of
 
 from aah_dist.config.load import load_config
 from aah_dist.config.pairs import pairs, tokens
 from aah_dist.config.plans import random_heads_matched, read_plan, uniform_matched
-from aah_dist.config.schema import ConfigError
 from aah_dist.config.windows import policy_from_config
 
 LAYERS, HEADS, LENGTH = 2, 3, 40
@@ -28,14 +28,6 @@ def record_file(folder: Path, *records: dict) -> str:
 def plan_file(folder: Path, text: str, name: str = "plan.yaml") -> str:
     (folder / name).write_text(text)
     return str(folder / name)
-
-
-def error_of(call, *args):
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 @pytest.mark.parametrize("step, record", [(None, 2), (0, 0), (6, 0), (7, 1), (8, 1), (9, 2), (10**9, 2)])

@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 import yaml
+from refusals import error_of
 
 from aah_dist.config import load
 from aah_dist.config.cli import parse_args
 from aah_dist.config.load import load_config
-from aah_dist.config.schema import AahConfig, ConfigError
+from aah_dist.config.schema import AahConfig
 from aah_dist.config.validate import notes, resolve_head_blocks, resolve_layout
 from aah_dist.config.windows import policy_from_config
 
@@ -47,14 +48,6 @@ DIFFERENCES = {
     "shallow_no_512": {**SHALLOW, "windows": [0.25, 0.5, 1.0]},
 }
 PLANNED = ("frozen_policy", "uniform_matched", "random_heads_matched")
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 @pytest.fixture

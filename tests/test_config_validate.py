@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusals import error_of
 
 from aah_dist.config.load import load_config
-from aah_dist.config.schema import ConfigError
 from aah_dist.config.validate import (
     Layout,
     check_resume,
@@ -21,14 +21,6 @@ pytestmark = pytest.mark.usefixtures("frozen_demo")
 
 def configured(**overrides):
     return load_config("demo", overrides={key.replace("__", "."): value for key, value in overrides.items()})
-
-
-def error_of(call, *args):
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    text = str(caught.value)
-    assert "\n" not in text and text.endswith(".")
-    return text
 
 
 @pytest.mark.parametrize("world, tp, dp, accumulation", [(1, 1, 1, 4), (2, 2, 1, 4), (4, 2, 2, 2), (8, 2, 4, 1)])
