@@ -72,10 +72,10 @@ def test_the_table_holds_medians_of_ratios():
     text = table(4096, [warm, *records], {"full_attention": 200.0, "plan:full_adaptive": 210.0})
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
     assert "12,345 parameters" in text and "682.7 tokens/s" in text  # 4096 / 6
-    assert rows["full_attention"] == ["1.0000", "0.5000", "1.000", "1.000", "1.000", "1.000", "25.0%", "50.0%",
-                                      "10.0%", "0.00%"]
-    assert rows["plan:full_adaptive"] == ["0.2500", "0.5000", "1.500", "2.000", "1.000", "1.050", "5.0%", "50.0%",
-                                          "10.0%", "0.10%"]
+    assert rows["full_attention"] == ["1.0000", "0.5000", "1.000", "1.000", "(1.00-1.00)", "1.000", "(1.00-1.00)",
+                                      "1.000", "25.0%", "50.0%", "10.0%", "0.00%"]
+    assert rows["plan:full_adaptive"] == ["0.2500", "0.5000", "1.500", "2.000", "(1.00-2.00)", "1.000", "(1.00-1.00)",
+                                          "1.050", "5.0%", "50.0%", "10.0%", "0.10%"]
     assert rows["to"][-3:] == ["1.10", "1.08", "1.02"]
     assert "to reach" not in table(512, records, {}) and table(512, records, {}).count(" - ") == 2
 
@@ -121,10 +121,10 @@ def test_the_command_prints_its_table():
     rows = {line.split()[0]: line.split()[1:] for line in made.stdout.splitlines() if line}
     assert {"commit", "versions", "hardware", "method", "load"} <= set(rows) and "attention backend: " in made.stdout
     assert {name for name in rows if name in VARIANTS} == {"full_attention", "plan:grouping_off"}
-    assert rows["full_attention"][3:6] == ["1.000"] * 3
+    assert rows["full_attention"][3:8] == ["1.000", "(1.00-1.00)"] * 2 + ["1.000"]
     plan = plan_windows("grouping_off", 2, 40)
     assert rows["plan:grouping_off"][:2] == [f"{acr(plan, 40):.4f}", f"{exact_pair_ratio(plan, 40):.4f}"]
-    assert float(rows["plan:grouping_off"][5]) == pytest.approx(1, abs=0.3)  # memory; most of it is not attention's
+    assert float(rows["plan:grouping_off"][7]) == pytest.approx(1, abs=0.3)  # memory; most of it is not attention's
 
 
 @pytest.mark.parametrize("arguments, said", [

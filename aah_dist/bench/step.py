@@ -9,10 +9,11 @@ the paper reports for that regime; live:REGIME, what the regime's controller dec
 live regimes decide from the statistics of one first step; what that cost, over the interval, is added to their steps.
 
 One process runs all variants on one model, of which only the windows change.  Each round runs every variant once; a
-ratio is the median over rounds of full attention's time over the variant's in the same round.  Time is CPU time at one
-thread, else wall clock.  `FLOPs` is the ratio that a step's model FLOPs alone would give.  The last columns are
-shares: of a step and of an evaluation, core attention's; of a step, the optimizer's update, and statistics and control.
-On a GPU these come from a round of its own, because reading them stops the device.
+ratio is the median over rounds of full attention's time over the variant's in the same round, followed by the least
+and the greatest.  Time is CPU time at one thread, else wall clock.  `FLOPs` is the ratio that a step's model FLOPs
+alone would give.  The last columns are shares: of a step and of an evaluation, core attention's; of a step, the
+optimizer's update, and statistics and control.  On a GPU these come from a round of its own, because reading them
+stops the device.
 
 Memory comes from a new process for each variant, two at a time, over two steps, as the second has more buffers: on CPU
 the growth of the resident size, from before the model is built to its peak; on a GPU the most that torch allocated.
@@ -130,26 +131,29 @@ def table(length: int, records: list[dict], memory: dict[str, float]) -> str:
     lines = [f"\nT {length}: {full['layers']} layer{'s' if full['layers'] > 1 else ''}, vocabulary "
              f"{full['vocabulary']:,}, {full['parameters']:,} parameters; full attention "
              f"{length / statistics.median(r['training'] for r in base.values()):,.1f} tokens/s",
-             f"{'':<27}{'ACR':>7}{'pairs':>7}{'FLOPs':>7}{'training':>10}{'evaluation':>12}{'memory':>8}"
+             f"{'':<27}{'ACR':>7}{'pairs':>7}{'FLOPs':>7}{'training':>20}{'evaluation':>20}{'memory':>8}"
              f"{'attention':>11}{'in eval.':>10}{'optimizer':>11}{'control':>9}"]
     for variant in dict.fromkeys(record["variant"] for record in timed):
         mine = [record for record in timed if record["variant"] == variant]
         split = [record for record in shares if record["variant"] == variant]
         acr_, pairs, flops = (statistics.fmean(r[name] for r in mine) for name in ("acr", "pairs", "flops"))
-        ratios = [statistics.median(base[r["round"]][name] / r[name] for r in mine)
-                  for name in ("training", "evaluation")]
+        ratios = "".join(f"{spread([base[r['round']][name] / r[name] for r in mine]):>20}"
+                         for name in ("training", "evaluation"))
         attention, in_evaluation, optimizer, control = (
             statistics.median(r[part] / r[whole] for r in split)
             for part, whole in (("attention", "training"), ("evaluation_attention", "evaluation"),
                                 ("optimizer", "training"), ("control", "training")))
         peak = f"{memory[variant] / memory[BASE]:.3f}" if memory else "-"
-        lines.append(f"{variant:<27}{acr_:>7.4f}{pairs:>7.4f}{full['flops'] / flops:>7.3f}{ratios[0]:>10.3f}"
-                     f"{ratios[1]:>12.3f}{peak:>8}{attention:>11.1%}{in_evaluation:>10.1%}{optimizer:>11.1%}"
-                     f"{control:>9.2%}")
+        lines.append(f"{variant:<27}{acr_:>7.4f}{pairs:>7.4f}{full['flops'] / flops:>7.3f}{ratios}{peak:>8}"
+                     f"{attention:>11.1%}{in_evaluation:>10.1%}{optimizer:>11.1%}{control:>9.2%}")
     if length in GOALS:
         training, evaluation, peak = GOALS[length]
-        lines.append(f"{'to reach, plan:full_adaptive':<48}{training:>10.2f}{evaluation:>12.2f}{peak:>8.2f}")
+        lines.append(f"{'to reach, plan:full_adaptive':<48}{training:>8.2f}{evaluation:>20.2f}{peak:>20.2f}")
     return "\n".join(lines)
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 if __name__ == "__main__":
