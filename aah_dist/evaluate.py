@@ -28,6 +28,7 @@ def parse_args():
     parser.add_argument("--policy", choices=("frozen", "adapt"), default="frozen",
                         help="windows: as in force at the checkpoint, or decided for each batch by the run's "
                              "controller from an empty state, as the paper's inference table does (default: frozen)")
+    parser.add_argument("--backend", metavar="NAME", help="attention code, as aah.backend (default: the run's own)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the launcher appends it
     return parser.parse_args()
@@ -38,7 +39,8 @@ def main() -> int:
     from aah_dist.training.score import Settings, score, show
 
     settings = Settings(arguments.checkpoint, arguments.data, arguments.samples, arguments.micro_batch_size,
-                        arguments.tensor_parallel_size, arguments.device, arguments.policy)
+                        arguments.tensor_parallel_size, arguments.device, arguments.policy,
+                        arguments.backend)
     print(show(score(settings), as_json=arguments.json))
     return 0
 

@@ -175,6 +175,7 @@ def test_triton_runs_on_cpu_in_the_interpreter_only(monkeypatch):
     assert BACKENDS["triton"].obstacle(inputs(device=CPU, dtype=torch.float32)) is not None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert BACKENDS["triton"].obstacle(inputs(device=CPU, dtype=torch.float32)) is None
+    assert "multiplies its bits" in BACKENDS["triton"].obstacle(inputs(device=CPU, dtype=torch.bfloat16))
     assert choose(inputs(device=CPU))[0] == "banded"
 
 

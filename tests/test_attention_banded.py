@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aah_dist.attention import banded, groups, window_attention
+from aah_dist.attention.dropout import draw_seeds
 
 CHUNK = groups.chunk_length(1, 1)
 
@@ -182,7 +183,7 @@ def test_path_of_other_devices_fits_together(dropout_p, monkeypatch):
     """Off the CPU every head takes the chunk loop with out-of-place softmax; the meta device checks its shapes."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kw: contextlib.nullcontext())  # meta has no autocast
     q, k, v = (torch.randn(2, heads, 70, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
-    out = window_attention(q, k, v, [3, 70, 64, 64], backend="banded", dropout_p=dropout_p)
+    out = banded.banded_attention(q, k, v, (3, 70, 64, 64), 0.3, dropout_p, draw_seeds(2, 4).to("meta"))
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
     assert all(x.device.type == "meta" for x in (out, *grads))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aah_dist.attention import groups, window_attention
-from aah_dist.attention.dropout import draw_seeds, drop_mask, row_keys
+from aah_dist.attention.dropout import draw_seeds, drop_mask, rounded_rate, row_keys
 
 MASK = (1 << 64) - 1
 
@@ -57,7 +57,7 @@ def test_output_equals_a_loop_over_cells(backend):
                 expected = torch.zeros(size, dtype=torch.float64)
                 for j, weight in zip(keys, weights, strict=True):
                     if not is_dropped(int(seeds[b, h]), i, j, dropout_p):
-                        expected += weight / sum(weights) / (1 - dropout_p) * v[b, h, j]
+                        expected += weight / sum(weights) / (1 - rounded_rate(dropout_p)) * v[b, h, j]
                 torch.testing.assert_close(out[b, h, i], expected, rtol=1e-12, atol=1e-12)
 
 
@@ -97,6 +97,17 @@ def test_mask_depends_on_neither_chunks_nor_batch_arrangement(monkeypatch):
     torch.testing.assert_close(rechunked, whole, rtol=1e-12, atol=1e-12)
     groups.plan.cache_clear()
     groups.chunks.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("dropout_p", [0.1, 0.9, 0.99999])
+def test_kept_probabilities_are_scaled_by_the_rate_that_drops(backend, dropout_p):
+    ones = torch.ones(1, 1, 1, 1)
+    scaled = 1 / (1 - round(dropout_p * 65536) / 65536)
+    kept = next(seed for seed in range(10**6) if not is_dropped(seed, 0, 0, dropout_p))
+    out = window_attention(ones, ones, ones, [1], backend=backend, dropout_p=dropout_p,
+                           dropout_seeds=torch.tensor([[kept]]))
+    assert float(out) == pytest.approx(scaled, rel=1e-6)
 
 
 def test_part_of_the_mask_equals_the_mask_of_a_part():
@@ -145,5 +156,5 @@ def test_seeds_come_from_the_default_generator():
 
 def test_extreme_rates():
     q = torch.randn(1, 1, 30, 4, generator=torch.Generator().manual_seed(5))
-    for dropout_p in (1e-9, 1 - 1e-9):
+    for dropout_p in (1e-9, 1 - 2**-16):
         assert window_attention(q, q, q, [30], dropout_p=dropout_p).isfinite().all()

@@ -23,8 +23,11 @@ def test_windows_in_any_container():
 
 
 @pytest.mark.parametrize("windows, word", [
-    ([1, 2, 3], "4 heads"), ([[1, 2, 3, 4]], "4 heads"), (5, "4 heads"), ([1, 2, 0, 4], "at least 1"),
+    ([1, 2, 3], "4 heads"), ([[1, 2, 3, 4]], "4 heads"), (5, "give a list"), ([1, 2, 0, 4], "at least 1"),
     ([1, 2, -3, 4], "at least 1"), ([1.0, 2.0, 3.0, 4.0], "integers"), ([True] * 4, "integers"),
+    ([True, 2, 3, 4], "integers"), ([1, 2, 3, None], "integers"), ([[1, 2], 3, 4, 5], "integers"),
+    (np.ones(4), "integers"), (torch.ones(4, dtype=torch.bfloat16), "integers"), (torch.ones(1, 4), "4 heads"),
+    (iter([1, 2, 3, 4]), "give a list"), ({1, 2, 3, 4}, "give a list"), ("1234", "give a list"),
 ])
 @pytest.mark.parametrize("backend", ["dense", "banded"])
 def test_wrong_windows(windows, word, backend):
@@ -50,18 +53,49 @@ def test_wrong_tensors(change, word):
         window_attention(q, k, v, [4] * 4)
 
 
+@pytest.mark.parametrize("wrong, word", [
+    (None, "q is of type NoneType"), ([[1.0]], "q is of type list"), (np.ones((2, 4, 10, 4)), "q is of type ndarray"),
+    (torch.ones(2, 4, 10, 4).to_sparse(), "layout torch.sparse_coo"),
+    (torch.ones(2, 4, 10, 4, device="meta"), "on meta"),
+])
+def test_what_is_no_ordinary_tensor(wrong, word):
+    _, k, v = tensors()
+    with pytest.raises(ConfigError, match=word):
+        window_attention(wrong, k, v, [4] * 4)
+
+
 @pytest.mark.parametrize("options, word", [
     ({"backend": "sparse"}, "dense, banded"),
+    ({"backend": ["banded"]}, "dense, banded"),
+    ({"scale": 0.0}, "above 0"),  # the library's causal attention on CPU gives NaN
+    ({"scale": -0.3}, "above 0"),
+    ({"scale": float("nan")}, "above 0"),
+    ({"scale": float("inf")}, "finite"),
+    ({"scale": 1e39}, "finite"),
+    ({"scale": "0.3"}, "scale is of type str"),
+    ({"scale": torch.tensor([0.3])}, "scale is of type Tensor"),
+    ({"dropout_p": None}, "dropout_p is of type NoneType"),
+    ({"dropout_p": torch.tensor(0.1)}, "dropout_p is of type Tensor"),
+    ({"dropout_p": 1 - 2**-18}, "rounding"),
     ({"backend": "flash"}, "use backend banded"),
     ({"dropout_p": 1.0}, "below 1"),
     ({"dropout_p": -0.1}, "at least 0"),
     ({"dropout_p": float("nan")}, "at least 0"),
     ({"dropout_p": 0.1, "dropout_seeds": torch.zeros(4, dtype=torch.int64)}, "each sample and head"),
     ({"dropout_p": 0.1, "dropout_seeds": torch.zeros(2, 4)}, "int64"),
+    ({"dropout_p": 0.1, "dropout_seeds": np.zeros((2, 4), dtype=np.int64)}, "dropout_seeds are of type ndarray"),
+    ({"dropout_seeds": torch.zeros(4, dtype=torch.int64)}, "each sample and head"),
 ])
 def test_wrong_options(options, word):
     with pytest.raises(ConfigError, match=word):
         window_attention(*tensors(), [4] * 4, **options)
+
+
+@pytest.mark.parametrize("backend", ["dense", "banded"])
+def test_autocast_changes_nothing(backend):
+    expected = window_attention(*tensors(), [4] * 4, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(window_attention(*tensors(), [4] * 4, backend=backend), expected)
 
 
 def test_dense_refuses_long_sequences():

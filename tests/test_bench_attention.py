@@ -26,6 +26,18 @@ def test_table():
         assert cells > 1 and len(ratios) == 5 and min(ratios[:4]) > 0
 
 
+@pytest.mark.parametrize("wrong, text", [
+    (["--lengths", "0"], "0 is not a whole number of at least 1"), (["--sizes", "-1"], "-1 is not a whole number"),
+    (["--rounds", "0"], "0 is not a whole number"), (["--lengths", "7"], "--lengths 7 has no window of T/8"),
+    (["--all", "--sizes", "64"], "--all has its own lengths and sizes"),
+])
+def test_wrong_options_are_refused(wrong, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["attention", *wrong])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
 def test_mixes():
     assert bench.windows_of("6/2/2/2", 4096) == (512,) * 6 + (1024,) * 2 + (2048,) * 2 + (4096,) * 2
     shuffled = bench.windows_of("shuffled", 4096)

@@ -56,16 +56,34 @@ def test_every_launcher_starts_the_same_job(runs, launcher: str):
     assert ("2 ranks = TP 2 x DP 1" in printed) == (launcher != "python")
 
 
+def evaluate(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(REPOSITORY / "aah_dist" / "evaluate.py"), "--checkpoint", str(folder),
+                           "--samples", "4", "--json", *options], env=environment(), capture_output=True, text=True,
+                          timeout=120, check=False)
+
+
 @pytest.mark.ranks
 def test_evaluation_reads_a_tp2_checkpoint_with_one_process(runs):
     folder, _ = runs["torchrun"]
-    done = subprocess.run([sys.executable, str(REPOSITORY / "aah_dist" / "evaluate.py"), "--checkpoint", str(folder),
-                           "--samples", "4", "--json"], env=environment(), capture_output=True, text=True, timeout=120,
-                          check=True)
+    done = evaluate(folder)
+    assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert result["val_loss"] == pytest.approx(last["val/loss"], rel=1e-6)
     assert result["ACR"] == last["aah/ACR"] and result["checkpoint_step"] == 3
+
+
+@pytest.mark.ranks
+def test_evaluation_by_another_backend_than_the_runs(runs):
+    """A run trained by a GPU's backend can be scored where there is none."""
+    folder, _ = runs["python"]
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    done = evaluate(folder, "--backend", "dense")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["val_loss"] == pytest.approx(last["val/loss"], rel=1e-3)
+    refused = evaluate(folder, "--backend", "flash", "--device", "cpu")
+    assert refused.returncode == 2 and refused.stderr.strip().splitlines()[-1] == (
+        "error: --backend is flash, but the flash backend runs on cuda, not on cpu; use --backend banded.")
 
 
 @pytest.mark.ranks

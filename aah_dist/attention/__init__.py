@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aah_dist.attention.arguments import Windows, as_windows, check_tensors, checked_dropout, checked_scale
 from aah_dist.attention.backends import Inputs, check_backend, resolve
 from aah_dist.attention.dropout import draw_seeds
-from aah_dist.attention.windows import Windows, as_windows
-from aah_dist.config.schema import ConfigError
 
 __all__ = ["check_backend", "window_attention"]
 
@@ -33,42 +32,25 @@ def window_attention(
     fp32 (fp64 for fp64).
     windows: H integers of at least 1 (list, tuple, numpy array or CPU tensor); they may change from call to call.
     backend: "auto" or a name that `python -m aah_dist.attention` lists.
-    scale: factor on the scores; D ** -0.5 unless given.
-    dropout_p: in [0, 1), the probability with which a softmax probability is dropped; kept ones are scaled by
-        1 / (1 - dropout_p).  The mask is a function of (dropout_seeds[b, h], i, j) alone.
+    scale: factor on the scores, above 0; D ** -0.5 unless given.
+    dropout_p: in [0, 1), the probability with which a softmax probability is dropped, rounded to a multiple of 2^-16;
+        kept ones are scaled by 1 / (1 - dropout_p).  The mask is a function of (dropout_seeds[b, h], i, j) alone.
     dropout_seeds: int64 [B, H]; drawn from torch's default CPU generator when dropout_p > 0 and none are given.
 
-    Returns [B, H, T, D] in q's dtype, differentiable once in q, k and v.  Results do not vary from run to run on CPU
+    Returns [B, H, T, D] in q's dtype, differentiable once in q, k and v by torch.autograd (torch.func's transforms,
+    forward-mode derivatives and torch.compile's fullgraph need backend="dense").  Numbers outside a window never
+    matter, but a NaN or Inf there may spread to other rows of its block.  Results do not vary from run to run on CPU
     for a given number of threads, nor on CUDA with triton; with flash they do not under
     torch.use_deterministic_algorithms.
     Raises ConfigError (a ValueError) when an argument does not fit this description or the backend cannot take it.
     """
-    _check_tensors(q, k, v)
-    if not 0 <= dropout_p < 1:
-        raise ConfigError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1.")
+    check_tensors(q, k, v)
     batch, heads, length, size = q.shape
-    windows = as_windows(windows, heads)
+    rate = checked_dropout(dropout_p, dropout_seeds, batch, heads)
+    windows, scale = as_windows(windows, heads), checked_scale(scale, size)
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    chosen = resolve(backend, Inputs(q.device, q.dtype, length, size, dropout_p, training))
+    chosen = resolve(str(backend), Inputs(q.device, q.dtype, length, size, dropout_p, training))
     seeds = None
-    if dropout_p > 0:
-        seeds = draw_seeds(batch, heads) if dropout_seeds is None else dropout_seeds
-        if seeds.shape != (batch, heads) or seeds.dtype != torch.int64:
-            raise ConfigError(f"dropout_seeds are {seeds.dtype} {list(seeds.shape)}; int64 {[batch, heads]}, one for "
-                              "each sample and head, are needed.")
-        seeds = seeds.to(q.device)
-    return chosen.run(q, k, v, windows, size**-0.5 if scale is None else scale, dropout_p, seeds)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dim() != 4 or 0 in q.shape:
-        raise ConfigError(f"q has shape {list(q.shape)}; a non-empty [batch, heads, tokens, head size] is needed.")
-    if k.shape != v.shape or k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
-        raise ConfigError(f"k has shape {list(k.shape)} and v {list(v.shape)}; both must equal q's {list(q.shape)} but "
-                          "for the number of heads.")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ConfigError(f"q has {q.shape[1]} heads and k, v have {k.shape[1]}; the first must be a multiple of the "
-                          "second.")
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ConfigError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}; they "
-                          "must be alike.")
+    if rate > 0:
+        seeds = (draw_seeds(batch, heads) if dropout_seeds is None else dropout_seeds).to(q.device)
+    return chosen.run(q, k, v, windows, scale, rate, seeds)

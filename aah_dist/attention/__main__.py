@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from aah_dist.attention import flash
@@ -48,4 +50,5 @@ def here(backend: Backend, device: torch.device) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m aah_dist.attention", description=__doc__).parse_args()
     main()

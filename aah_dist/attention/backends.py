@@ -68,9 +68,12 @@ class Backend:
         sentence = ask() if ask else None
         return sentence and sentence.rstrip(".")
 
+    def interpreted(self, device: torch.device) -> bool:
+        """Whether it would run in Triton's interpreter."""
+        return self.name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
     def runs_on(self, device: torch.device) -> bool:
-        interpreted = self.name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        return self.device_types is None or device.type in self.device_types or interpreted
+        return self.device_types is None or device.type in self.device_types or self.interpreted(device)
 
     def obstacle(self, inputs: Inputs) -> str | None:
         """Why this backend cannot take such inputs, without a full stop, or None when it can."""
@@ -84,6 +87,8 @@ class Backend:
             return missing
         if inputs.dtype not in self.dtypes:
             return f"{this} takes {', '.join(map(short, self.dtypes))}, not {short(inputs.dtype)}"
+        if inputs.dtype == torch.bfloat16 and self.interpreted(device):
+            return f"{this} takes no bfloat16 in Triton's interpreter, which multiplies its bits instead of its values"
         if self.head_sizes is not None and inputs.head_size not in self.head_sizes:
             return f"{this} takes head sizes {describe(self.head_sizes)}, not {inputs.head_size}"
         if self.max_length is not None and inputs.length > self.max_length:
@@ -180,12 +185,12 @@ def resolve(name: str, inputs: Inputs, field: str = "backend") -> Backend:
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype, length: int, head_size: int, dropout_p: float,
-                  training: bool = True) -> str:
-    """The backend that a run with `aah.backend` name will use, found out before it starts; cheap.
+                  training: bool = True, field: str = "aah.backend") -> str:
+    """The backend that a run with that name in `field` will use, found out before it starts; cheap.
 
     dtype: of the attention inputs.  dropout_p: model.attention_dropout_p.
-    Raises ConfigError, naming aah.backend, when it cannot run here.
+    Raises ConfigError, naming the field, when it cannot run here.
     """
     inputs = Inputs(device, dtype, length, head_size, dropout_p, training)
     # What auto means is said when the first layer asks, not here: the run may still be refused.
-    return choose(inputs)[0] if name == "auto" else resolve(name, inputs, "aah.backend").name
+    return choose(inputs)[0] if name == "auto" else resolve(name, inputs, field).name

@@ -5,8 +5,8 @@ follows from that head's 64-bit seed, i and j.  So every backend, chunking, wind
 sees the same mask, forward, backward and in recomputation, on every device.
 
 A query's row gets two 32-bit keys by the splitmix64 finaliser of (seed, i); two neighbouring keys j, j+1 (j
-even) share one 32-bit word, a murmur3 finaliser of j/2 keyed by both, whose halves decide for one each.  The
-drop probability is therefore rounded to a multiple of 2^-16.
+even) share one 32-bit word, a murmur3 finaliser of j/2 keyed by both, whose halves decide for one each.  Drop
+probabilities are therefore multiples of 2^-16 (rounded_rate).
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ def draw_seeds(batch: int, heads: int) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (batch, heads), dtype=torch.int64)
 
 
+def rounded_rate(dropout_p: float) -> float:
+    """The nearest probability with which a mask can drop."""
+    return round(float(dropout_p) * 65536) / 65536
+
+
 def _mix_64(x: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX_64[0]), (27, _MIX_64[1])):
         x = (x ^ _shift_right(x, shift)) * factor
@@ -51,7 +56,7 @@ def row_keys(seeds: Tensor, length: int) -> Tensor:
 def drop_mask(keys: Tensor, first_key: int, num_keys: int, dropout_p: float) -> Tensor:
     """Which probabilities are dropped: row keys int32 [2, ...] -> bool [..., num_keys] (True: dropped).
 
-    The columns are keys first_key .. first_key + num_keys - 1; first_key is even.
+    The columns are keys first_key .. first_key + num_keys - 1; first_key is even.  dropout_p is below 1.
     """
     first, second = keys[..., None]
     pairs = torch.arange(first_key // 2, (first_key + num_keys + 1) // 2, dtype=torch.int32, device=keys.device)
@@ -62,5 +67,5 @@ def drop_mask(keys: Tensor, first_key: int, num_keys: int, dropout_p: float) -> 
     word ^= _shift_right(word, 15)
     word *= _MIX_32[1]
     word ^= _shift_right(word, 16)
-    threshold = min(round(dropout_p * 65536), 65535) - 32768
+    threshold = round(dropout_p * 65536) - 32768
     return word.view(torch.int16)[..., :num_keys] < threshold

@@ -18,11 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from aah_dist.attention.dropout import row_keys
-from aah_dist.config.schema import ConfigError
 from aah_dist.parallel.device import has_gpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_SIZE = 128
 MAX_STRIDE = 1 << 23  # rows this far apart, in elements, still have 32-bit offsets within a tile of 128
 
 
@@ -86,23 +83,8 @@ def triton_attention(
     a power of two costs as much as the next.  Key/value heads are not expanded, and strided inputs are not copied when
     D's stride is 1.  A change of windows causes one small upload: no compilation, no wait for the device.  Kept for the
     backward pass beside inputs and output: 4 bytes a row of each head.
-
-    Raises ConfigError when the backend cannot run here or does not take the dtype (in Triton's interpreter bf16 as
-    well), the head size or the device.
     """
-    refusal = missing()
-    if refusal:
-        raise ConfigError(refusal)
-    if q.dtype not in DTYPES:
-        raise ConfigError(f"attention inputs are {q.dtype}; the triton backend takes float32, bfloat16 and float16.")
-    if q.dtype == torch.bfloat16 and interpreted():
-        raise ConfigError("attention inputs are bfloat16; Triton's interpreter multiplies their bits instead of their "
-                          "values, so give it float32 or float16.")
-    if q.shape[-1] > MAX_SIZE:
-        raise ConfigError(f"the head size is {q.shape[-1]}; the triton backend takes at most {MAX_SIZE}.")
-    if q.device.type != "cuda" and not interpreted():
-        raise ConfigError(f"attention inputs are on {q.device}; the triton backend takes CUDA tensors.")
-    return _Attention.apply(q, k, v, windows, float(scale), dropout_p, seeds if dropout_p > 0 else None)
+    return _Attention.apply(q, k, v, windows, scale, dropout_p, seeds if dropout_p > 0 else None)
 
 
 @lru_cache(maxsize=256)
@@ -141,7 +123,7 @@ class _Call(NamedTuple):
         programs = batch * heads * -(-length // launch.block_m)
         if kernel == "backward_kv":
             programs = batch * self.kv_heads * -(-length // launch.block_n)
-        limit = (min(round(self.dropout_p * 65536), 65535) - 32768) * 65536
+        limit = (round(self.dropout_p * 65536) - 32768) * 65536
         getattr(triton_kernels, kernel)[(programs,)](
             *tensors, self.plan, self.plan if keys is None else keys, *(x.stride()[:3] for x in strided),
             batch, heads, heads // self.kv_heads, length, self.scale, limit, 1 / (1 - self.dropout_p), SIZE=size,

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from aah_dist.attention import window_attention
 from aah_dist.attention.banded import slabs_of
-from aah_dist.bench.environment import describe
+from aah_dist.bench.environment import describe, positive
 from aah_dist.bench.training import peak, reset_peak
 from aah_dist.config.pairs import pairs
 
@@ -39,14 +39,7 @@ TO_REACH = {"all full": 1.03, "6/2/2/2": 0.56, "8/2/1/1": 0.46, "all T/8": 0.32}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096], metavar="T", help="default: 4096")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[128], metavar="D", help="default: 128")
-    parser.add_argument("--mixes", nargs="+", default=list(COUNTS), choices=list(COUNTS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")
-    parser.add_argument("--all", action="store_true", help=f"T {LENGTHS} and D {SIZES}")
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse()
     if args.memory:
         print(json.dumps(memory(args.memory, args.lengths[0], args.sizes[0])))
         return
@@ -57,10 +50,27 @@ def main() -> None:
           "backward,\n"
           "          output and gradients included, in a new process for each, one thread, blocks of 1 MiB unmapped "
           "when freed")
-    lengths, sizes = (LENGTHS, SIZES) if args.all else (args.lengths, args.sizes)
-    for length in lengths:
-        for size in sizes:
+    for length in args.lengths:
+        for size in args.sizes:
             report(length, size, args.mixes, args.rounds)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=positive, nargs="+", metavar="T", help="at least 8 (default: 4096)")
+    parser.add_argument("--sizes", type=positive, nargs="+", metavar="D", help="default: 128")
+    parser.add_argument("--mixes", nargs="+", default=list(COUNTS), choices=list(COUNTS), help="default: all")
+    parser.add_argument("--rounds", type=positive, default=5, help="timed rounds (default: 5)")
+    parser.add_argument("--all", action="store_true", help=f"T {LENGTHS} and D {SIZES}")
+    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.all and (args.lengths or args.sizes):
+        parser.error("--all has its own lengths and sizes; leave out --all, or --lengths and --sizes")
+    args.lengths = LENGTHS if args.all else args.lengths or [4096]
+    args.sizes = SIZES if args.all else args.sizes or [128]
+    if min(args.lengths) < 8:
+        parser.error(f"--lengths {min(args.lengths)} has no window of T/8; give at least 8")
+    return args
 
 
 def report(length: int, size: int, mixes: list[str], rounds: int) -> None:

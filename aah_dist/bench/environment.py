@@ -1,11 +1,19 @@
 """What a benchmark's table says above its figures: commit, versions, hardware."""
 
+import argparse
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
 
 from aah_dist.training.run_folder import git_commit
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def describe(*packages: str) -> str:

@@ -7,10 +7,10 @@ bench/flops_workload.py.
 No figure comes from a formula: on CPU instructions are counted by valgrind and decoded by objdump (fp32), on an NVIDIA
 GPU the counters are Nsight Compute's, tensor cores included (bf16).  A product of known size checks the counter.
 
-A few minutes on two CPU cores.  valgrind imitates multiply-add instructions slowly and has no AVX-512, so MKL is told
-to use its SSE4.2 kernels while it is counted: a multiply-add is then a multiplication and an addition, 2 FLOPs as
-before.  `--mkl native` lets it choose (AVX2 with multiply-adds), which takes many times as long; at T 512, D 64, one
-head, both gave .238 for T/8.
+A few minutes on two CPU cores, at small sizes too: starting torch under valgrind is most of it.  valgrind imitates
+multiply-add instructions slowly and has no AVX-512, so MKL is told to use its SSE4.2 kernels while it is counted: a
+multiply-add is then a multiplication and an addition, 2 FLOPs as before.  `--mkl native` lets it choose (AVX2 with
+multiply-adds), which takes many times as long; at T 512, D 64, one head, both gave .238 for T/8.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> int:
     if reason:
         print(f"Nothing was measured: {reason}  Where it can be, this command runs\n")
         print(shlex.join(nsight_command(args, "ncu.csv")))
-        return 0
+        return 1
     return report(args, *count_on_gpu(args))
 
 
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
                         help="default: a GPU if there is one")
-    parser.add_argument("--heads", type=int, default=12, help="default: 12; the plans need 12")
+    parser.add_argument("--heads", type=int, default=12, help="default: 12; with another number the plans are left out")
     parser.add_argument("--length", type=int, help="T (default: 1024 on CPU, 4096 on a GPU)")
     parser.add_argument("--size", type=int, help="D (default: 64 on CPU, 128 on a GPU)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default: 5)")

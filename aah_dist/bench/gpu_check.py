@@ -3,6 +3,7 @@
 On a machine without one, TRITON_INTERPRET=1 checks the Triton kernels' mathematics, and what is left open is printed.
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -100,6 +101,7 @@ def changing_windows(device: torch.device) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(describe("torch"))
     if not devices.has_gpu():
         if os.environ.get("TRITON_INTERPRET") != "1":

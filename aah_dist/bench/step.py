@@ -29,9 +29,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
+from aah_dist.bench.environment import describe, positive
 from aah_dist.bench.step_run import BASE, HEADS, LAYERS, VARIANTS, Run, peak_memory, variant_config
 from aah_dist.config.schema import ConfigError
 from aah_dist.config.windows import policy_from_config
+from aah_dist.parallel.device import has_gpu
 
 # For plan:full_adaptive: training and evaluation at least this much faster, peak memory at most this much larger.
 GOALS = {4096: (1.10, 1.08, 1.02), 16384: (1.30, 1.30, 1.02)}
@@ -46,8 +48,6 @@ def main() -> None:
     if args.part == "memory":
         print(json.dumps(peak_memory(args, args.lengths[0])))
         return
-    from aah_dist.bench.environment import describe
-
     print(describe("torch", "deepspeed", "megatron-core"))
     print(f"method    {args.threads} thread{'s' if args.threads > 1 else ''}, {args.rounds} interleaved rounds in one "
           f"process, medians of ratios; dropout {args.dropout:g}, 1 sample a step, AdamW, device {args.device}")
@@ -81,6 +81,8 @@ def parse() -> argparse.Namespace:
     args.hidden = args.hidden or (192 if args.quick else 1536)
     args.rounds = args.rounds or (1 if args.quick else 3)
     args.variants = [name for name in VARIANTS if name == BASE or name in args.variants]
+    if args.device == "cuda" and not has_gpu():
+        parser.error("--device is cuda, but this machine or torch build has no CUDA device; give cpu or auto")
     try:
         for length in args.lengths:
             for variant in args.variants:
@@ -88,12 +90,6 @@ def parse() -> argparse.Namespace:
     except ConfigError as error:
         parser.error(str(error))
     return args
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
 
 
 def in_new_process(part: str, length: int, variant: str | None = None) -> list[dict]:

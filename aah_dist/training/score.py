@@ -35,6 +35,7 @@ class Settings:
     tensor_parallel_size: int
     device: str
     policy: str = "frozen"
+    backend: str | None = None  # None: the run's
 
 
 def score(settings: Settings) -> dict[str, object]:
@@ -62,13 +63,14 @@ def score(settings: Settings) -> dict[str, object]:
     device = devices.select_device(settings.device, ranks.local_rank)
     devices.set_threads(device, ranks.local_size)
     dtype = torch.bfloat16 if checkpoint.manifest["precision"] == "bf16" else torch.float32
-    check_backend(config.aah.backend, device, dtype, config.model.seq_length, config.model.head_dim, dropout_p=0.0,
-                  training=False)
+    backend = settings.backend or config.aah.backend
+    check_backend(backend, device, dtype, config.model.seq_length, config.model.head_dim, dropout_p=0.0,
+                  training=False, field="--backend")
     launch.form_process_group(devices.communication_backend(device), config.parallel.timeout_minutes)
     mpu = topology.form_groups(layout.tp, config.parallel.timeout_minutes)
     devices.make_portable(device, config.train.seed)
 
-    context = StepContext(config.train.seed, checkpoint.windows, config.aah.backend)
+    context = StepContext(config.train.seed, checkpoint.windows, backend)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     model = build_gpt(config.model, checkpoint.manifest["vocab_size"], context, tp_rank=tp_rank, tp_size=layout.tp,
                       sequence_parallel=False, recompute=False, seed=config.train.seed, device=device, dtype=dtype)
