@@ -115,8 +115,9 @@ BACKENDS = {
     for backend in (
         Backend("dense", "reference: T x T scores under a mask, fp32 softmax, any device", "reference",
                 max_length=DENSE_MAX_LENGTH),
-        Backend("banded", "chunks inside each head's band, fp32 inside; tuned for CPU, plain torch operators elsewhere",
-                "banded"),
+        Backend("native", "compiled CPU kernels, blocks inside each head's band; built once, in seconds, by the C++ compiler",
+                "native", device_types=("cpu",)),
+        Backend("banded", "chunks inside each head's band, plain torch operators, fp32 inside; any device", "banded"),
         Backend("flash", "flash-attn 2 or torch's varlen attention, one call per distinct window", "flash", dtypes=HALF,
                 device_types=("cuda",), dropout=False, head_sizes=range(8, 257, 8)),
         Backend("flex", "compiled FlexAttention under a mask of blocks; on CPU without a backward pass", "flex",
@@ -128,7 +129,10 @@ BACKENDS = {
 }
 
 # What auto tries, in this order, and why it is there.
-ORDER_CPU = {"banded": "on CPU it skips the work outside each window"}
+ORDER_CPU = {
+    "native": "compiled for this CPU, it skips the work outside each window",
+    "banded": "plain torch operators, it skips the work outside each window",
+}
 ORDER = {
     "triton": "all heads in one launch, and other windows need neither a compilation nor a wait",
     "flash": "one library call per distinct window",

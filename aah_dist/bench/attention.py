@@ -116,7 +116,7 @@ def make(length: int, size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
 def attention(name: str, inputs: list[torch.Tensor]) -> torch.Tensor:
     if name == CAUSAL:
         return F.scaled_dot_product_attention(*inputs, is_causal=True)
-    return window_attention(*inputs, windows_of(name, inputs[0].shape[2]), backend="banded")
+    return window_attention(*inputs, windows_of(name, inputs[0].shape[2]), backend="native")
 
 
 def times(length: int, size: int, names: list[str], rounds: int, threads: int) -> list[dict[str, tuple[float, float]]]:

@@ -61,7 +61,7 @@ class AahConfig:
     per layer ({windows: [[...], ...]})."""
     plan_step: Optional[int] = None
     """Which windows of a policy.jsonl: those in force at this step (from 0). Unset: the last."""
-    backend: Literal["auto", "dense", "banded", "flash", "flex", "triton"] = "auto"
+    backend: Literal["auto", "dense", "native", "banded", "flash", "flex", "triton"] = "auto"
     """Attention code that executes the windows: dense (reference, short sequences), banded (CPU), flash, flex or triton
     (GPU; with attention dropout only triton); auto picks one and prints why."""
     warmup_steps: int = 100

@@ -1,0 +1,105 @@
+"""The compiled kernels of native.cpp: built for this machine at first use, in seconds, and kept in the project's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from aah_dist.parallel.ops import extensions_dir
+
+SOURCE = Path(__file__).with_name("native.cpp")
+# Not -ffast-math: it would let NaN vanish, and linking with it makes a whole process flush denormal numbers to zero.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+         "-shared")
+COMPILERS = ("c++", "g++", "clang++")
+
+
+class Matrices(ctypes.Structure):
+    """[B, heads, T, D] with unit stride along D; strides in elements."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)]
+
+
+class Call(ctypes.Structure):
+    """As in native.cpp."""
+
+    _fields_ = [
+        *((name, Matrices) for name in ("q", "k", "v", "out", "grad", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("log_sum_exp", "windows", "seeds")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "length", "size")),
+        *((name, ctypes.c_double) for name in ("scale", "keep_scale")),
+        ("threshold", ctypes.c_int64),
+        ("units", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_units", "next")),
+        *((name, ctypes.c_void_p) for name in ("gemm", "set_threads")),
+    ]
+
+
+class Kernels:
+    """The loaded library, and the BLAS of torch that it computes with.
+
+    Raises OSError or AttributeError where torch's library has no such BLAS, RuntimeError where nothing can be built.
+    """
+
+    def __init__(self) -> None:
+        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        self.gemm = {torch.float32: _address(blas.sgemm_), torch.float64: _address(blas.dgemm_)}
+        self.set_threads = _address(blas.MKL_Set_Num_Threads_Local)
+        library = ctypes.CDLL(str(_built()))
+        self.run = library.attention_run
+        self.run.restype, self.run.argtypes = None, [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int]
+        self.cells = library.attention_cells
+        self.cells.restype, self.cells.argtypes = ctypes.c_int64, []
+
+
+def _address(function: ctypes._CFuncPtr) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+@cache
+def load() -> Kernels | str:
+    """The kernels, or why there are none, without a full stop."""
+    try:
+        return Kernels()
+    except (OSError, AttributeError):
+        return "the native backend needs a torch for Linux with MKL, and this torch library exports none"
+    except RuntimeError as error:
+        return str(error)
+
+
+def _processor() -> str:
+    """What -march=native depends on; a shared cache may serve machines that differ."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("flags")), "")
+
+
+def _built() -> Path:
+    key = hashlib.sha256("\n".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor()]).encode()).hexdigest()[:16]
+    folder = extensions_dir() / "aah_dist_attention"
+    library = folder / f"native-{key}.so"
+    if library.exists():
+        return library
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *COMPILERS)))), None)
+    if compiler is None:
+        raise RuntimeError("the native backend needs a C++ compiler and finds none (install g++)")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as mutex:  # one process of a job builds; the lock dies with it
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(f".{os.getpid()}")
+            done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True,
+                                  check=False)
+            if done.returncode:
+                print(done.stderr, file=sys.stderr)
+                raise RuntimeError(f"the native backend was not built: {compiler} failed, as printed above")
+            unfinished.rename(library)
+    return library
