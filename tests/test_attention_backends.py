@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from aah_dist.attention import backends, check_backend, flash, flex, triton_attention, window_attention
+from aah_dist.attention import backends, check_backend, flash, flex, native_library, triton_attention, window_attention
 from aah_dist.attention.backends import BACKENDS, Inputs, choose, resolve
 from aah_dist.config.aah import AahConfig
 from aah_dist.config.load import load_config
@@ -23,7 +23,7 @@ def inputs(device=CUDA, dtype=torch.bfloat16, length=4096, head_size=128, dropou
     return Inputs(device, dtype, length, head_size, dropout_p, training)
 
 
-CACHES = resolve, backends._announce, flash.library
+CACHES = resolve, backends._announce, flash.library, native_library.load
 
 
 def forget():
@@ -39,7 +39,7 @@ def fresh(monkeypatch):
     forget()
 
 
-def mock_machine(monkeypatch, gpu=True, triton=True, flash_attn=True):
+def mock_machine(monkeypatch, gpu=True, triton=True, flash_attn=True, compiler=True):
     for owner in ("aah_dist.parallel.device", "aah_dist.attention.triton_attention"):
         monkeypatch.setattr(f"{owner}.has_gpu", lambda: gpu)
     for module in (triton_attention, flex):
@@ -52,6 +52,9 @@ def mock_machine(monkeypatch, gpu=True, triton=True, flash_attn=True):
             raise ImportError("undefined symbol: x\nand more")
 
         monkeypatch.setattr(flash, "library", broken)
+    if not compiler:
+        monkeypatch.setattr(native_library.shutil, "which", lambda name: None)
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/nonexistent")
     forget()
 
 
@@ -103,9 +106,10 @@ def test_the_paper_run_gets_a_backend_with_attention_dropout_on_an_h100(preset, 
     ({"head_size": 288}, {}, "banded"),
     ({"dropout_p": 0.1}, {}, "triton"),
     ({"dropout_p": 0.1, "dtype": torch.float16}, {"triton": False}, "banded"),
-    ({"device": CPU}, {}, "banded"),
-    ({"device": CPU, "dropout_p": 0.1}, {"gpu": False}, "banded"),
-    ({"device": CPU, "dtype": torch.float32, "training": False}, {"gpu": False}, "banded"),
+    ({"device": CPU}, {}, "native"),
+    ({"device": CPU, "dropout_p": 0.1}, {"gpu": False}, "native"),
+    ({"device": CPU, "dtype": torch.float32, "training": False}, {"gpu": False}, "native"),
+    ({"device": CPU, "dropout_p": 0.1}, {"compiler": False}, "banded"),
 ])
 def test_auto(given, machine, expected, monkeypatch):
     mock_machine(monkeypatch, **machine)
@@ -129,8 +133,8 @@ def test_auto_without_the_gpu_it_needs(monkeypatch):
 
 
 @pytest.mark.parametrize("name, given, machine, words", [
-    ("flash", {"device": CPU}, {"gpu": False}, ["flash backend runs on cuda", "use backend banded"]),
-    ("triton", {"device": CPU}, {"gpu": False}, ["triton backend runs on cuda", "use backend banded"]),
+    ("flash", {"device": CPU}, {"gpu": False}, ["flash backend runs on cuda", "use backend native"]),
+    ("triton", {"device": CPU}, {"gpu": False}, ["triton backend runs on cuda", "use backend native"]),
     ("flash", {}, {"gpu": False}, ["no CUDA device", "no other backend"]),
     ("triton", {}, {"triton": False}, ["pip install triton, or use backend flash"]),
     ("flex", {"dtype": torch.float32}, {"triton": False}, ["pip install triton, or use backend banded"]),
@@ -142,9 +146,11 @@ def test_auto_without_the_gpu_it_needs(monkeypatch):
     ("flash", {"dropout_p": 0.1}, {"triton": False}, ["dropout (0.1)", "use backend banded"]),
     ("flex", {"dropout_p": 0.1}, {}, ["dropout (0.1)", "use backend triton"]),
     ("flex", {"head_size": 8}, {}, ["16 to 256, not 8; use backend triton"]),
-    ("flex", {"device": CPU}, {"gpu": False}, ["no backward pass on cpu; use backend banded"]),
+    ("flex", {"device": CPU}, {"gpu": False}, ["no backward pass on cpu; use backend native"]),
     ("triton", {"dtype": torch.float64}, {}, ["not float64; use backend banded"]),
     ("dense", {"length": 2049}, {}, ["at most 2048", "2049; use backend triton"]),
+    ("native", {"device": CPU}, {"compiler": False}, ["finds none (install g++); use backend banded"]),
+    ("native", {}, {}, ["runs on cpu, not on cuda; use backend triton"]),
     ("banded", {"dtype": torch.int32}, {}, ["not int32; no other backend"]),
 ])
 def test_refusals_name_what_can_run(name, given, machine, words, monkeypatch):
@@ -158,9 +164,9 @@ def test_refusals_name_what_can_run(name, given, machine, words, monkeypatch):
 def test_check_backend_speaks_of_the_configuration(monkeypatch):
     mock_machine(monkeypatch, gpu=False)
     sentence = refused(check_backend, "flash", CPU, torch.bfloat16, 4096, 128, 0.0)
-    assert sentence == "aah.backend is flash, but the flash backend runs on cuda, not on cpu; use aah.backend banded."
+    assert sentence == "aah.backend is flash, but the flash backend runs on cuda, not on cpu; use aah.backend native."
     assert check_backend("banded", CPU, torch.float32, 4096, 128, 0.1) == "banded"
-    assert "dense, banded, flash" in refused(check_backend, "sparse", CPU, torch.float32, 8, 8, 0.0)
+    assert "dense, native, banded, flash" in refused(check_backend, "sparse", CPU, torch.float32, 8, 8, 0.0)
 
 
 def test_what_can_run_is_accepted(monkeypatch):
@@ -176,7 +182,7 @@ def test_triton_runs_on_cpu_in_the_interpreter_only(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert BACKENDS["triton"].obstacle(inputs(device=CPU, dtype=torch.float32)) is None
     assert "multiplies its bits" in BACKENDS["triton"].obstacle(inputs(device=CPU, dtype=torch.bfloat16))
-    assert choose(inputs(device=CPU))[0] == "banded"
+    assert choose(inputs(device=CPU))[0] == "native"
 
 
 def test_every_backend_has_its_function():
@@ -206,7 +212,8 @@ def test_a_requested_backend_is_never_replaced(monkeypatch):
     """Neither by another one nor in silence: the call fails before any work."""
     q = torch.randn(1, 2, 8, 16)
     ran = []
-    monkeypatch.setattr("aah_dist.attention.banded.banded_attention", lambda *args: ran.append(args))
+    for name in ("native", "banded"):
+        monkeypatch.setattr(f"aah_dist.attention.{name}.{name}_attention", lambda *args: ran.append(args))
     for name in ("flash", "triton"):
         refused(window_attention, q, q, q, [3, 8], backend=name)
     assert not ran
@@ -217,7 +224,7 @@ def test_command_lists_every_backend():
     for name in BACKENDS:
         assert f"{name}: " in done.stdout
     assert "  cpu: can run\n" in done.stdout and "  cpu: can run forward only\n" in done.stdout
-    assert "cpu, float32, attention dropout 0.1: banded (" in done.stdout
+    assert "cpu, float32, attention dropout 0.1: native (" in done.stdout
     if not torch.cuda.is_available():
         assert done.stdout.count("  cuda: cannot run: ") == len(BACKENDS)
         assert "cuda: no CUDA device here" in done.stdout

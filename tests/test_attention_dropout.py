@@ -42,7 +42,7 @@ def test_mask_equals_the_definition():
                 assert got[b, h, i].tolist() == expected
 
 
-@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 def test_output_equals_a_loop_over_cells(backend):
     batch, heads, length, size, dropout_p = 2, 2, 9, 3, 0.4
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +63,8 @@ def test_output_equals_a_loop_over_cells(backend):
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 @pytest.mark.parametrize("length", [1, 65, 191])
-def test_banded_equals_dense(length, kv_heads):
+@pytest.mark.parametrize("tested", ["banded", "native"])
+def test_equal_to_dense(tested, length, kv_heads):
     generator = torch.Generator().manual_seed(1)
     q, k, v, grad = (torch.randn(3, heads, length, 8, generator=generator, dtype=torch.float64)
                      for heads in (6, kv_heads, kv_heads, 6))
@@ -71,7 +72,7 @@ def test_banded_equals_dense(length, kv_heads):
         x.requires_grad_()
     seeds = draw_seeds(3, 6)
     results = []
-    for backend in ("dense", "banded"):
+    for backend in ("dense", tested):
         out = window_attention(q, k, v, [200, 17, 64, 1, 17, 65], backend=backend, dropout_p=0.25, dropout_seeds=seeds)
         results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
     for expected, got in zip(*results, strict=True):
@@ -99,7 +100,7 @@ def test_mask_depends_on_neither_chunks_nor_batch_arrangement(monkeypatch):
     groups.chunks.cache_clear()
 
 
-@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.9, 0.99999])
 def test_kept_probabilities_are_scaled_by_the_rate_that_drops(backend, dropout_p):
     ones = torch.ones(1, 1, 1, 1)

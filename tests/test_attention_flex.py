@@ -99,13 +99,13 @@ def test_compiled_forward_equals_dense_and_new_windows_compile_nothing():
 
 def test_training_on_cpu_is_refused():
     q = torch.randn(1, 1, 10, 16, requires_grad=True)
-    with pytest.raises(ConfigError, match=r"no backward pass on cpu; use backend banded\.$"):
+    with pytest.raises(ConfigError, match=r"no backward pass on cpu; use backend native\.$"):
         window_attention(q, q, q, [3], backend="flex")
 
 
 def test_dropout_is_refused():
     q = torch.randn(1, 1, 10, 16)
-    with pytest.raises(ConfigError, match=r"no attention dropout \(0\.1\).*use backend banded\.$"):
+    with pytest.raises(ConfigError, match=r"no attention dropout \(0\.1\).*use backend native\.$"):
         window_attention(q, q, q, [3], backend="flex", dropout_p=0.1)
 
 

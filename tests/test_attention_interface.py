@@ -29,7 +29,7 @@ def test_windows_in_any_container():
     (np.ones(4), "integers"), (torch.ones(4, dtype=torch.bfloat16), "integers"), (torch.ones(1, 4), "4 heads"),
     (iter([1, 2, 3, 4]), "give a list"), ({1, 2, 3, 4}, "give a list"), ("1234", "give a list"),
 ])
-@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 def test_wrong_windows(windows, word, backend):
     with pytest.raises(ConfigError, match=word) as error:
         window_attention(*tensors(), windows, backend=backend)
@@ -65,8 +65,8 @@ def test_what_is_no_ordinary_tensor(wrong, word):
 
 
 @pytest.mark.parametrize("options, word", [
-    ({"backend": "sparse"}, "dense, banded"),
-    ({"backend": ["banded"]}, "dense, banded"),
+    ({"backend": "sparse"}, "dense, native, banded"),
+    ({"backend": ["banded"]}, "dense, native, banded"),
     ({"scale": 0.0}, "above 0"),  # the library's causal attention on CPU gives NaN
     ({"scale": -0.3}, "above 0"),
     ({"scale": float("nan")}, "above 0"),
@@ -77,7 +77,7 @@ def test_what_is_no_ordinary_tensor(wrong, word):
     ({"dropout_p": None}, "dropout_p is of type NoneType"),
     ({"dropout_p": torch.tensor(0.1)}, "dropout_p is of type Tensor"),
     ({"dropout_p": 1 - 2**-18}, "rounding"),
-    ({"backend": "flash"}, "use backend banded"),
+    ({"backend": "flash"}, "use backend native"),
     ({"dropout_p": 1.0}, "below 1"),
     ({"dropout_p": -0.1}, "at least 0"),
     ({"dropout_p": float("nan")}, "at least 0"),
@@ -91,7 +91,7 @@ def test_wrong_options(options, word):
         window_attention(*tensors(), [4] * 4, **options)
 
 
-@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 def test_autocast_changes_nothing(backend):
     expected = window_attention(*tensors(), [4] * 4, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_autocast_changes_nothing(backend):
 def test_dense_refuses_long_sequences():
     length = backends.DENSE_MAX_LENGTH + 1
     x = torch.zeros(1, 1, length, 1)
-    with pytest.raises(ConfigError, match="use backend banded"):
+    with pytest.raises(ConfigError, match="use backend native"):
         window_attention(x, x, x, [3], backend="dense")
     assert window_attention(x, x, x, [3], backend="banded").shape == x.shape
 
@@ -109,7 +109,7 @@ def test_dense_refuses_long_sequences():
 def test_scale_and_causal_limit_equal_torch():
     q, k, v = (x.double() for x in tensors(kv_heads=4))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
-    for backend in ("dense", "banded"):
+    for backend in ("dense", "banded", "native"):
         got = window_attention(q, k, v, [10, 11, 50, 10], backend=backend, scale=0.3)
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 

@@ -11,11 +11,13 @@ from aah_dist.bench import attention as bench
 from aah_dist.config.pairs import exact_pair_ratio
 
 
-def test_table():
-    command = [sys.executable, "-m", "aah_dist.bench.attention", "--lengths", "128", "--sizes", "8", "--rounds", "1"]
+@pytest.mark.parametrize("backend", ["native", "banded"])
+def test_table(backend):
+    command = [sys.executable, "-m", "aah_dist.bench.attention", "--lengths", "128", "--sizes", "8", "--rounds", "1",
+               "--backend", backend]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    for word in ("commit", "versions", "hardware", "method", "T 128, D 8"):
+    for word in ("commit", "versions", "hardware", f"method    backend {backend}", "T 128, D 8"):
         assert word in run.stdout
     lines = [(line[:10].strip(), line[10:].split()) for line in run.stdout.splitlines()]
     rows = {name: row for name, row in lines if name in bench.COUNTS}
@@ -53,8 +55,8 @@ def test_cells_are_those_that_are_computed(mix, monkeypatch):
                         probabilities(self, s, q, k))
     inputs, _ = bench.make(length, size)
     with torch.no_grad():
-        bench.attention(mix, inputs)
-    assert sum(computed) == bench.cells(mix, length, size)
+        bench.attention(mix, "banded", inputs)
+    assert sum(computed) == bench.cells(mix, "banded", length, size)
 
 
 def test_cells_of_the_causal_flash_blocks():

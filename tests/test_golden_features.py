@@ -46,7 +46,7 @@ def attention_cases() -> list:
 
 
 @pytest.mark.parametrize("key", attention_cases())
-@pytest.mark.parametrize("backend", ["dense", "banded"])
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
 def test_window_attention(key: str, backend: str):
     data = arrays("e_window_attention.npz")
     (case, window), precision = key[:-4].split("/"), key[-3:]

@@ -83,7 +83,7 @@ def test_evaluation_by_another_backend_than_the_runs(runs):
     assert json.loads(done.stdout)["val_loss"] == pytest.approx(last["val/loss"], rel=1e-3)
     refused = evaluate(folder, "--backend", "flash", "--device", "cpu")
     assert refused.returncode == 2 and refused.stderr.strip().splitlines()[-1] == (
-        "error: --backend is flash, but the flash backend runs on cuda, not on cpu; use --backend banded.")
+        "error: --backend is flash, but the flash backend runs on cuda, not on cpu; use --backend native.")
 
 
 @pytest.mark.ranks

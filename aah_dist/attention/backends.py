@@ -115,7 +115,7 @@ BACKENDS = {
     for backend in (
         Backend("dense", "reference: T x T scores under a mask, fp32 softmax, any device", "reference",
                 max_length=DENSE_MAX_LENGTH),
-        Backend("native", "compiled CPU kernels, blocks inside each head's band; built once, in seconds, by the C++ compiler",
+        Backend("native", "compiled CPU kernels, blocks inside each head's band; built in seconds, at first use",
                 "native", device_types=("cpu",)),
         Backend("banded", "chunks inside each head's band, plain torch operators, fp32 inside; any device", "banded"),
         Backend("flash", "flash-attn 2 or torch's varlen attention, one call per distinct window", "flash", dtypes=HALF,

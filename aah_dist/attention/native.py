@@ -41,6 +41,11 @@ def _working(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and (x.stride(2) >= x.shape[3] or x.shape[2] == 1) else x.contiguous()
 
 
+def _like(x: Tensor) -> Tensor:
+    """Uninitialized, laid out in memory as x where BLAS can write such rows."""
+    return _working(torch.empty_like(x))
+
+
 def _matrices(x: Tensor) -> Matrices:
     return Matrices(x.data_ptr(), x.stride(0), x.stride(1), max(x.stride(2), x.shape[3]))
 
@@ -70,7 +75,7 @@ class _NativeAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, windows, scale, dropout_p, seeds):
         ctx.options = windows, seeds, scale, dropout_p
         q_w, k_w, v_w = map(_working, (q, k, v))
-        out = torch.empty_like(q_w)
+        out = _like(q_w)
         log_sum_exp = q_w.new_empty(q.shape[:3])
         _run(q_w, k_w, *ctx.options, False, log_sum_exp, v=v_w, out=out)
         ctx.save_for_backward(q, k, v, out, log_sum_exp)
@@ -81,7 +86,7 @@ class _NativeAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, log_sum_exp = ctx.saved_tensors
         q_w, k_w, v_w, grad_w = map(_working, (q, k, v, grad))
-        dq, dk, dv = torch.empty_like(q_w), torch.zeros_like(k_w), torch.zeros_like(v_w)
+        dq, dk, dv = _like(q_w), _like(k_w).zero_(), _like(v_w).zero_()
         _run(q_w, k_w, *ctx.options, True, log_sum_exp, v=v_w, out=out, grad=grad_w, dq=dq, dk=dk, dv=dv)
         return *(x.to(q.dtype) for x in (dq, dk, dv)), None, None, None, None
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of native.cpp: built for this machine at first use, in seconds, and kept in the project's cache."""
+"""The compiled kernels of native.cpp: built for this processor at first use, in seconds, and kept in the cache."""
 
 from __future__ import annotations
 
@@ -44,16 +44,20 @@ class Call(ctypes.Structure):
     ]
 
 
-class Kernels:
-    """The loaded library, and the BLAS of torch that it computes with.
+class Missing(Exception):
+    """Why there are no kernels here, without a full stop."""
 
-    Raises OSError or AttributeError where torch's library has no such BLAS, RuntimeError where nothing can be built.
-    """
+
+class Kernels:
+    """The loaded library, and the BLAS of torch that it computes with.  Raises Missing."""
 
     def __init__(self) -> None:
-        blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        self.gemm = {torch.float32: _address(blas.sgemm_), torch.float64: _address(blas.dgemm_)}
-        self.set_threads = _address(blas.MKL_Set_Num_Threads_Local)
+        try:
+            blas = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+            self.gemm = {torch.float32: _address(blas.sgemm_), torch.float64: _address(blas.dgemm_)}
+            self.set_threads = _address(blas.MKL_Set_Num_Threads_Local)
+        except (OSError, AttributeError) as error:
+            raise Missing("the native backend needs a torch for Linux that is built with MKL") from error
         library = ctypes.CDLL(str(_built()))
         self.run = library.attention_run
         self.run.restype, self.run.argtypes = None, [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int]
@@ -70,10 +74,10 @@ def load() -> Kernels | str:
     """The kernels, or why there are none, without a full stop."""
     try:
         return Kernels()
-    except (OSError, AttributeError):
-        return "the native backend needs a torch for Linux with MKL, and this torch library exports none"
-    except RuntimeError as error:
+    except Missing as error:
         return str(error)
+    except OSError as error:
+        return f"the native backend cannot build or load its library ({error})"
 
 
 def _processor() -> str:
@@ -83,23 +87,24 @@ def _processor() -> str:
 
 
 def _built() -> Path:
-    key = hashlib.sha256("\n".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor()]).encode()).hexdigest()[:16]
+    what = "\n".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor()])
+    key = hashlib.sha256(what.encode()).hexdigest()[:16]
     folder = extensions_dir() / "aah_dist_attention"
     library = folder / f"native-{key}.so"
     if library.exists():
         return library
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *COMPILERS)))), None)
     if compiler is None:
-        raise RuntimeError("the native backend needs a C++ compiler and finds none (install g++)")
+        raise Missing("the native backend needs a C++ compiler and finds none (install g++)")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as mutex:  # one process of a job builds; the lock dies with it
         fcntl.flock(mutex, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = library.with_suffix(f".{os.getpid()}")
-            done = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True, text=True,
-                                  check=False)
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(done.stderr, file=sys.stderr)
-                raise RuntimeError(f"the native backend was not built: {compiler} failed, as printed above")
+                raise Missing(f"the native backend was not built: {compiler} failed, as printed above")
             unfinished.rename(library)
     return library

@@ -62,8 +62,8 @@ class AahConfig:
     plan_step: Optional[int] = None
     """Which windows of a policy.jsonl: those in force at this step (from 0). Unset: the last."""
     backend: Literal["auto", "dense", "native", "banded", "flash", "flex", "triton"] = "auto"
-    """Attention code that executes the windows: dense (reference, short sequences), banded (CPU), flash, flex or triton
-    (GPU; with attention dropout only triton); auto picks one and prints why."""
+    """Attention code that executes the windows: dense (reference, short sequences), native (CPU, compiled), banded (any
+    device), flash, flex or triton (GPU; with attention dropout only triton); auto picks one and prints why."""
     warmup_steps: int = 100
     """Steps of full attention before the controller's first decision."""
     interval: int = 5
