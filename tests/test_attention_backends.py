@@ -149,7 +149,7 @@ def test_auto_without_the_gpu_it_needs(monkeypatch):
     ("flex", {"device": CPU}, {"gpu": False}, ["no backward pass on cpu; use backend native"]),
     ("triton", {"dtype": torch.float64}, {}, ["not float64; use backend banded"]),
     ("dense", {"length": 2049}, {}, ["at most 2048", "2049; use backend triton"]),
-    ("native", {"device": CPU}, {"compiler": False}, ["finds none (install g++); use backend banded"]),
+    ("native", {"device": CPU}, {"compiler": False}, ["it finds none (install g++); use backend banded"]),
     ("native", {}, {}, ["runs on cpu, not on cuda; use backend triton"]),
     ("banded", {"dtype": torch.int32}, {}, ["not int32; no other backend"]),
 ])
@@ -206,6 +206,16 @@ def test_other_ranks_are_silent(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     resolve("auto", inputs(device=CPU))
     assert capfd.readouterr().err == ""
+
+
+def test_another_machine_says_what_it_lacks(capfd, monkeypatch):
+    mock_machine(monkeypatch, compiler=False)
+    monkeypatch.setenv("RANK", "3")
+    for local, printed in (("1", ""), ("0", "attention backend of rank 3: banded (auto: ")):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        forget()
+        resolve("auto", inputs(device=CPU))
+        assert capfd.readouterr().err.startswith(printed) and (local == "0" or not capfd.readouterr().err)
 
 
 def test_a_requested_backend_is_never_replaced(monkeypatch):

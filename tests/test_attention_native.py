@@ -87,6 +87,11 @@ def test_strides_without_a_copy_and_with_one():
         assert_same([*(x.requires_grad_() for x in tensors), grad], windows)
     out = window_attention(*time_first[:3], windows, backend="native")
     assert out.stride() == time_first[0].stride()  # as Megatron's next layer reads it
+    far = torch.randn(64).as_strided((1, 4, 1, 8), (0, 8, 2**40, 1))  # a stride that C's int does not hold
+    torch.testing.assert_close(window_attention(far, far, far, [3] * 4, backend="native"), far)
+    negated = torch._neg_view(inputs[0].detach())
+    torch.testing.assert_close(*(window_attention(negated, inputs[1], inputs[2], windows, backend=name)
+                                 for name in ("native", "dense")))
     for shape in ((2, 4, 1, 8), (2, 4, 300, 1), (1, 4, 1, 1)):
         assert_same(make_inputs(shape[0], 4, 2, shape[2], size=shape[3]), windows)
 
@@ -105,6 +110,30 @@ def test_a_window_one_key_longer_differs_from_its_row_on():
         less, more = (window_attention(q, k, v, [w], backend="native") for w in (window, window + 1))
         torch.testing.assert_close(less[:, :, :window], more[:, :, :window], rtol=1e-12, atol=1e-12)
         assert ((less - more)[:, :, window:].abs().amax(-1) > 1e-9).all()
+
+
+def test_rows_of_one_key_have_gradients_of_zero():
+    """Exactly: Adam would make steps of what rounding leaves."""
+    q, k, v, grad = make_inputs(1, 2, 2, 300, size=24, dtype=torch.float32)
+    for windows, rows in (([1, 1], slice(None)), ([40, 300], 0)):
+        assert not run("native", [q, k, v, grad], windows)[1][:, :, rows].any()
+
+
+def test_changed_seeds_are_noticed():
+    inputs, seeds = make_inputs(1, 2, 2, 70), torch.arange(2).view(1, 2)
+    out = window_attention(*inputs[:3], [5, 70], backend="native", dropout_p=0.5, dropout_seeds=seeds)
+    seeds.fill_(99)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_another_default_device_changes_nothing():
+    inputs = make_inputs(1, 2, 2, 71)
+    expected = run("native", inputs, [5, 71])
+    native._units.cache_clear()
+    with torch.device("meta"):
+        found = run("native", inputs, [5, 71])
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def test_nan_in_a_window_reaches_the_output():
@@ -202,13 +231,28 @@ def test_several_processes_build_at_once(tmp_path):
 
 def test_without_a_compiler_or_with_one_that_fails_auto_says_so(tmp_path):
     shown, _ = listed(tmp_path, PATH="/nonexistent", CXX="")
-    assert "cpu: cannot run: the native backend needs a C++ compiler and finds none (install g++)\n" in shown
+    assert "cpu: cannot run: the native backend needs a C++ compiler, and it finds none (install g++)\n" in shown
     assert "banded (plain torch operators, it skips the work outside each window; not native: " in shown
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho such an error >&2\nexit 1\n")
     broken.chmod(0o755)
     shown, printed = listed(tmp_path, CXX=str(broken))
-    assert f"was not built: {broken} failed, as printed above" in shown and "such an error" in printed
+    assert f"was not built: {broken} ended with code 1, as printed above" in shown and "such an error" in printed
+    assert "was not built: /bin/true ended with code 0;" in listed(tmp_path, CXX="/bin/true")[0].replace("\n", ";")
+    assert "C++ compiler, and CXX names /no/such, which is not there" in listed(tmp_path, CXX="/no/such -O1")[0]
     occupied = tmp_path / "file"
     occupied.touch()
-    assert "the native backend cannot build or load its library (" in listed(occupied)[0]
+    assert "the native backend cannot keep its library (" in listed(occupied)[0]
+
+
+def test_options_in_cxx_are_used_and_make_another_library(tmp_path):
+    listed(tmp_path, CXX="")
+    assert "native (" in listed(tmp_path, CXX="g++ -DUNUSED")[0]
+    assert len(list(tmp_path.rglob("*.so"))) == 2
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
+    listed(tmp_path)
+    (library,) = tmp_path.rglob("*.so")
+    library.write_bytes(b"")
+    assert f"cannot load its library; delete {library}, it is built again (" in listed(tmp_path)[0]

@@ -1,7 +1,10 @@
 """Heads over Python threads: the same results, threads that are kept, and settings left as they were."""
 
 import multiprocessing
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -78,6 +81,31 @@ def test_an_exception_comes_back(use):
     with pytest.raises(ValueError, match="item 0"):
         threads.for_each(refuse, range(3))
     assert threads.for_each(abs, [-1, -2]) == [1, 2]
+
+
+def test_an_exception_waits_for_the_pieces_at_work(use):
+    """What they write to must not be freed under them: a signal's exception comes in the middle of a wait."""
+    use(2)
+    entered, ended = threading.Barrier(3, timeout=60), []
+
+    def slow(_):
+        entered.wait()
+        time.sleep(1)
+        ended.append(True)
+
+    def interrupt():
+        entered.wait()
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    def refuse(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR2, refuse)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(InterruptedError):
+        threads.for_each(slow, range(2))
+    signal.signal(signal.SIGUSR2, before)
+    assert ended == [True, True]
 
 
 def _in_child(answers):

@@ -158,16 +158,20 @@ def choose(inputs: Inputs) -> tuple[str, str]:
 @cache
 def _announce(name: str, reason: str) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        first = torch.distributed.get_rank() == 0
+        rank = torch.distributed.get_rank()
     else:
-        first = os.environ.get("RANK", "0") == "0"
-    if first:
-        print(f"attention backend: {name} (auto: {reason})", file=sys.stderr, flush=True)
+        rank = int(os.environ.get("RANK", "0"))
+    # A machine of a job may lack what the first one has.
+    elsewhere = rank > 0 and os.environ.get("LOCAL_RANK") == "0" and "; not " in reason
+    if rank == 0 or elsewhere:
+        of_rank = f" of rank {rank}" if elsewhere else ""
+        print(f"attention backend{of_rank}: {name} (auto: {reason})", file=sys.stderr, flush=True)
 
 
 @lru_cache(maxsize=256)
 def resolve(name: str, inputs: Inputs, field: str = "backend") -> Backend:
-    """The backend of that name, or the one `auto` picks (printed once, with the reason, by the first rank).
+    """The backend of that name, or the one `auto` picks (printed once, with the reason, by the first rank, and by the
+    first of any other machine where one is passed over).
 
     field: how an error calls the setting.  The answer is kept: what is installed does not change in a process.
     Raises ConfigError when the name is unknown or the backend cannot take such inputs; it names one that can.
@@ -190,7 +194,7 @@ def resolve(name: str, inputs: Inputs, field: str = "backend") -> Backend:
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype, length: int, head_size: int, dropout_p: float,
                   training: bool = True, field: str = "aah.backend") -> str:
-    """The backend that a run with that name in `field` will use, found out before it starts; cheap.
+    """The backend that a run with that name in `field` will use, found out before it starts; native may be built.
 
     dtype: of the attention inputs.  dropout_p: model.attention_dropout_p.
     Raises ConfigError, naming the field, when it cannot run here.

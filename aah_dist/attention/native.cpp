@@ -63,11 +63,12 @@ struct Product {
 
 inline double exponential(double x) { return std::exp(x); }
 
-// For x <= 0, within 2 units in the last place, in operations that the compiler turns into vectors: x is split into
-// n ln 2 + r with |r| <= ln 2 / 2, exp(r) is Cephes' polynomial.  NaN stays NaN.
+// For x of at most 0, or above it by rounding, within 2 units in the last place, in operations that the compiler turns
+// into vectors: x is n ln 2 + r with |r| <= ln 2 / 2, exp(r) is Cephes' polynomial.  NaN stays NaN.
 inline float exponential(float x) {
+  constexpr float SHIFT = 12582912.f;  // 1.5 * 2^23: adding it rounds to a whole number and leaves that in the low bits
   x = x < -87.f ? -87.f : x;
-  const float n = std::nearbyint(x * 1.44269504088896341f);
+  const float shifted = x * 1.44269504088896341f + SHIFT, n = shifted - SHIFT;
   const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   float y = 1.9875691500e-4f;
   y = y * r + 1.3981999507e-3f;
@@ -76,7 +77,9 @@ inline float exponential(float x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;  // 2^n
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + 127) << 23;  // 2^n
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return y * power;
@@ -220,8 +223,11 @@ void Head<Real>::backward(Real* p, Real* ds, int16_t* bits) {
     const int64_t stop = std::min(start + QUERIES, call.length), rows = stop - start;
     const KeyBlocks blocks(start, stop, window);
     const Real *q = of(call.q, start), *grad = of(call.grad, start);
+    // rowsum(dO * O) equals rowsum(P * mask(dO V^T) keep).  The second, taken where one block holds a row's keys, is
+    // exactly what it is to be subtracted from if a row has one key: Adam would make steps of what rounding leaves.
+    const bool whole = blocks.first + blocks.step >= stop;
     Real delta[QUERIES];
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < rows && !whole; ++r) {
       const Real *out = of(call.out, start + r), *g = grad + r * call.grad.row;
       Real total = 0;
 #pragma omp simd reduction(+ : total)
@@ -255,7 +261,14 @@ void Head<Real>::backward(Real* p, Real* ds, int16_t* bits) {
       for (int64_t r = 0; r < rows; ++r) {
         Real *row = ds + r * num, *of_p = p + r * num;
         if (call.seeds) drop(row, bits + r * (KEYS + ALIGN), num);
-        for (int64_t j = 0; j < num; ++j) row[j] = of_p[j] * (row[j] - delta[r]);
+        Real total = 0;
+        if (whole) {
+#pragma omp simd reduction(+ : total)
+          for (int64_t j = 0; j < num; ++j) total += of_p[j] * row[j];
+        } else {
+          total = delta[r];
+        }
+        for (int64_t j = 0; j < num; ++j) row[j] = of_p[j] * (row[j] - total);
       }
       product(false, false, rows, size, num, scale, ds, num, k, call.k.row, first > blocks.first, of(call.dq, start),
               call.dq.row);

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,10 +59,14 @@ class Kernels:
             self.set_threads = _address(blas.MKL_Set_Num_Threads_Local)
         except (OSError, AttributeError) as error:
             raise Missing("the native backend needs a torch for Linux that is built with MKL") from error
-        library = ctypes.CDLL(str(_built()))
-        self.run = library.attention_run
+        path = _built()
+        try:
+            library = ctypes.CDLL(str(path))
+            self.run, self.cells = library.attention_run, library.attention_cells
+        except (OSError, AttributeError) as error:
+            raise Missing(f"the native backend cannot load its library; delete {path}, it is built again "
+                          f"({error})") from error
         self.run.restype, self.run.argtypes = None, [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int]
-        self.cells = library.attention_cells
         self.cells.restype, self.cells.argtypes = ctypes.c_int64, []
 
 
@@ -76,8 +81,8 @@ def load() -> Kernels | str:
         return Kernels()
     except Missing as error:
         return str(error)
-    except OSError as error:
-        return f"the native backend cannot build or load its library ({error})"
+    except (OSError, RuntimeError) as error:  # of the cache: a folder that cannot be written, no home folder
+        return f"the native backend cannot keep its library ({error})"
 
 
 def _processor() -> str:
@@ -86,25 +91,36 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("flags")), "")
 
 
+def _compiler() -> list[str]:
+    """The command: $CXX if set, else what is there."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    found = shutil.which(asked[0]) if asked else next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        what = f"CXX names {asked[0]}, which is not there" if asked else "it finds none (install g++)"
+        raise Missing(f"the native backend needs a C++ compiler, and {what}")
+    return [found, *asked[1:]]
+
+
 def _built() -> Path:
-    what = "\n".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor()])
-    key = hashlib.sha256(what.encode()).hexdigest()[:16]
+    what = "\n".join([SOURCE.read_text(encoding="utf-8"), *FLAGS, _processor(), os.environ.get("CXX", "")])
     folder = extensions_dir() / "aah_dist_attention"
-    library = folder / f"native-{key}.so"
+    library = folder / f"native-{hashlib.sha256(what.encode()).hexdigest()[:16]}.so"
     if library.exists():
         return library
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *COMPILERS)))), None)
-    if compiler is None:
-        raise Missing("the native backend needs a C++ compiler and finds none (install g++)")
+    compiler = _compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as mutex:  # one process of a job builds; the lock dies with it
         fcntl.flock(mutex, fcntl.LOCK_EX)
         if not library.exists():
-            unfinished = library.with_suffix(f".{os.getpid()}")
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(done.stderr, file=sys.stderr)
-                raise Missing(f"the native backend was not built: {compiler} failed, as printed above")
+            unfinished = library.with_suffix(".unfinished")
+            done = subprocess.run([*compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)], capture_output=True,
+                                  encoding="utf-8", errors="replace", check=False)
+            if done.returncode or not unfinished.exists():
+                print(done.stderr, end="", file=sys.stderr)
+                printed = ", as printed above" if done.stderr else ""
+                raise Missing(f"the native backend was not built: {shlex.join(compiler)} ended with code "
+                              f"{done.returncode}{printed}")
+            with open(unfinished, "rb") as file:
+                os.fsync(file)
             unfinished.rename(library)
     return library

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -59,4 +59,11 @@ def for_each(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> li
         with torch.inference_mode(inference), torch.no_grad():  # both are settings of a thread
             return function(item)
 
-    return list(_workers.get().map(call, items))
+    pool = _workers.get()
+    pieces = [pool.submit(call, item) for item in items]
+    try:
+        return [piece.result() for piece in pieces]
+    finally:  # an exception, a signal's for example, leaves once no piece is at work any more
+        for piece in pieces:
+            piece.cancel()
+        wait(pieces)
