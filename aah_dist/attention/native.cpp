@@ -1,10 +1,10 @@
-// Attention that computes each head's band only, forward and backward, on CPU.  See native.py, which builds and calls it.
+// Attention that computes each head's band only, forward and backward, on CPU.  native.py calls it.
 //
 // A query block of QUERIES rows meets the keys that any of its rows may read in blocks of at most KEYS: matrix products
-// by the BLAS of torch, softmax between them in one pass over a block that stays in the second-level cache.  The forward
-// pass keeps a running maximum and sum for each row (the online softmax of FlashAttention) and saves the log-sum-exp;
-// the backward pass computes the probabilities again from it.  What lies outside a row's window in its block is
-// multiplied, at most QUERIES - 1 keys a row, and then set to zero.
+// by the BLAS of torch, and softmax between them on a block that stays in the second-level cache.  The forward pass
+// keeps a running maximum and sum for each row (the online softmax of FlashAttention) and saves the log-sum-exp; the
+// backward pass computes the probabilities again from it.  What lies outside a row's window in its block, at most
+// QUERIES keys, is multiplied and then set to zero.
 //
 // Nothing here depends on the number of threads: a unit of work writes to places of its own, in one order.
 
@@ -44,8 +44,8 @@ struct Call {
 std::atomic<int64_t> computed_cells{0};
 
 template <typename Real>
-using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const Real*, const Real*, const int*,
-                      const Real*, const int*, const Real*, Real*, const int*);
+using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const Real*, const Real*,
+                      const int*, const Real*, const int*, const Real*, Real*, const int*);
 
 // BLAS counts in columns: a row-major product is the product of the transposes in the other order.
 template <typename Real>
@@ -108,12 +108,12 @@ void dropout_bits(int64_t seed, int64_t query, int64_t first, int64_t num, int16
 
 // One query block's keys, and their division into blocks of nearly equal length.
 struct KeyBlocks {
-  int64_t first, end, step;
+  int64_t first, step;
 
-  KeyBlocks(int64_t start, int64_t end, int64_t window)
-      : first(std::max<int64_t>(0, start - window + 1) / 2 * 2), end(end) {
-    const int64_t num = (end - first + KEYS - 1) / KEYS;
-    step = ((end - first + num - 1) / num + ALIGN - 1) / ALIGN * ALIGN;
+  // Of queries start .. stop - 1.
+  KeyBlocks(int64_t start, int64_t stop, int64_t window) : first(std::max<int64_t>(0, start - window + 1) / 2 * 2) {
+    const int64_t num = (stop - first + KEYS - 1) / KEYS;
+    step = ((stop - first + num - 1) / num + ALIGN - 1) / ALIGN * ALIGN;
   }
 };
 
@@ -173,8 +173,8 @@ void Head<Real>::forward(Real* p, int16_t* bits) {
     for (int64_t first = blocks.first; first < stop; first += blocks.step) {
       const int64_t num = std::min(blocks.step, stop - first);
       cells += rows * num;
-      product(false, true, rows, num, size, scale, of(call.q, start), call.q.row, of_kv(call.k, first), call.k.row, 0, p,
-              num);
+      product(false, true, rows, num, size, scale, of(call.q, start), call.q.row, of_kv(call.k, first), call.k.row, 0,
+              p, num);
       for (int64_t r = 0; r < rows; ++r) {
         Real* row = p + r * num;
         int64_t begin, end;
@@ -302,7 +302,7 @@ void run(Call& call, bool backward) {
 // Work at the call's units until none is left; any number of threads may do so at once.
 extern "C" void attention_run(Call* call, int is_double, int backward) {
   const auto set_threads = reinterpret_cast<int (*)(int)>(call->set_threads);
-  const int before = set_threads(1);  // of the BLAS, in this thread: its products are small and the heads share the cores
+  const int before = set_threads(1);  // of the BLAS, in this thread: products are small, and heads share the cores
   is_double ? run<double>(*call, backward) : run<float>(*call, backward);
   set_threads(before);
 }
